@@ -1,0 +1,569 @@
+"""A Hugging Face directory becomes a frozen MaxText model on a mesh; a LoRA adapter becomes a dict of arrays and a PEFT folder.
+
+    config.json, *.safetensors -> [model] -> hidden states -> losses        (trainer: one adapter, whole tiles)
+                                          -> hidden states -> logits        (sampler: an adapter a slot, one token at a time)
+    adapter --to_peft--> adapter_model.safetensors --from_peft--> adapter   (where trainer and sampler meet)
+
+Invariants
+  1. The base is built abstractly and filled leaf by leaf, each straight into its shards: no second copy, no random weights first.
+  2. The head is kept [V, D], apart from the model: nothing here ever forms logits over a whole tile.
+  3. An adapter is `dict[path, float32 array]`, every one of the same shapes: zero columns beyond its rank, zero matrices in modules
+     that it does not train. Zero columns get zero gradients, so they stay zero: rank and module flags need no mask anywhere.
+  4. Names, transposes, head layouts and pre-scaled kernels are read off MaxText's own import hooks, never written again here.
+
+Left out: mixture of experts, multimodal inputs, training of the unembedding.
+Run: `uv run model.py demo` writes the demo model as a Hugging Face directory.
+Read first: maxtext/checkpoint_conversion/utils/param_mapping.py (the names), qwix's LoraProvider (what it intercepts).
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+log = logging.getLogger("model")
+
+ALPHA = 32.0  # every Tinker adapter's lora_alpha; its effect is scaled by ALPHA / rank
+DEMO = "demo"
+ATTENTION, MLP = ("query", "key", "value", "out"), ("wi_0", "wi_1", "wo")
+# Hugging Face architecture -> the MaxText family whose decoder block and weight names it has, and what that family needs said.
+FAMILIES = {
+    "Qwen3ForCausalLM": ("qwen3-0.6b", {}),
+    "LlamaForCausalLM": ("llama3.1-8b", {"rope_type": "llama3.1", "rope_use_scale": False}),
+}
+LLAMA31_ROPE = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+Adapter = dict[
+    str, Array
+]  # "layers_0/self_attention/query/a" -> (in, R), ".../b" -> (R, out); scanned: (in, L, R), (R, L, out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    model: str = DEMO  # a Hugging Face directory, a hub name (org/name), or "demo", which is written on first use
+    dtype: str | None = None  # float32 or bfloat16; unset: bfloat16 on TPU, float32 elsewhere
+    max_rank: int = 32  # the largest LoRA rank a client may ask for; every adapter takes the room of this one
+    scan_layers: bool | None = (
+        None  # one compiled layer for all; unset: from 9 layers on (small models step faster without)
+    )
+    remat: str = "none"  # MaxText's remat_policy; scanned layers are always rematerialised
+
+
+class Hidden(nnx.Module):
+    """Token ids -> normalised hidden states. qwix intercepts only the call of the module it was applied to, so this wraps the base first."""
+
+    def __init__(self, base: nnx.Module):
+        self.base = base
+        base.decoder.apply_output_head = _no_logits
+
+    def __call__(self, tokens, positions, segment_ids):
+        decoder, ids = self.base.decoder, dict(decoder_positions=positions, decoder_segment_ids=segment_ids)
+        _, hidden, _ = decoder(self.base.token_embedder, tokens, **ids, deterministic=True, model_mode="train")
+        return decoder.decoder_norm(hidden)
+
+
+def _no_logits(shared_embedding, hidden, *_, **__):
+    return hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """How one adapted matrix of the model stands in the Hugging Face model: the latter's rows are w[perm] = kernel.T / scale."""
+
+    path: str  # "layers_0/self_attention/query"
+    hf_names: tuple[str, ...]  # one a layer that the path stacks; "model.layers.0.self_attn.q_proj"
+    stacked: bool
+    perm: np.ndarray  # [out]
+    scale: float
+
+    @property
+    def module(self) -> str:
+        return self.path.rsplit("/", 1)[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """One frozen base on a mesh; everything a trainer or a sampler needs to run it under any adapter."""
+
+    name: str  # as clients ask for it
+    directory: Path
+    hf_config: dict
+    config: ModelConfig
+    mesh: Mesh
+    rules: tuple  # MaxText's logical axis rules, needed wherever the model is traced
+    graph: nnx.GraphDef
+    base: nnx.State  # frozen, sharded over fsdp
+    head: Float[Array, "V D"]  # the embedding itself where the two are tied
+    kernels: tuple[Kernel, ...]
+    shapes: dict[str, tuple[int, ...]]  # of an adapter's arrays
+    lora_tree: jax.tree_util.PyTreeDef
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def fsdp(self) -> int:
+        return self.mesh.shape["fsdp"]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.head.dtype
+
+    def sharding(self, *spec: str | None) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def module(self, base: nnx.State, adapter: Adapter) -> Hidden:
+        """The callable model for use inside jit; copy=True because merging shared variables inside grad raises."""
+        lora = jax.tree.unflatten(self.lora_tree, [adapter[path] for path in self.shapes])
+        return nnx.merge(self.graph, lora, base, copy=True)
+
+    def hidden(
+        self, base: nnx.State, adapter: Adapter, tokens: Int[Array, "B T"], positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:  # fmt: skip
+        """Final normalised hidden states of packed rows; segments of a row do not see each other."""
+        with self.tracing():
+            return self.module(base, adapter)(tokens, positions, segment_ids)
+
+    def tracing(self):
+        from flax.core.spmd import logical_axis_rules
+
+        return logical_axis_rules(self.rules)
+
+    def scaled(self, adapter: Adapter, scale: Float[Array, ""]) -> Adapter:
+        """The adapter as the model applies it: b times alpha / rank, both in the base's dtype (the masters stay float32)."""
+        return {k: (v * scale if k.endswith("/b") else v).astype(self.dtype) for k, v in adapter.items()}
+
+    def new_adapter(self, *, seed: int, rank: int, attn: bool = True, mlp: bool = True) -> Adapter:
+        """a ~ U(-1/sqrt(in), 1/sqrt(in)) in the first `rank` columns (torch's and PEFT's default), b = 0.
+
+        The rank is the leading axis of each draw, so a seed gives the same adapter whatever the server's max_rank is.
+        """
+        check_rank(rank, self.config.max_rank)
+        trained = {*(ATTENTION if attn else ()), *(MLP if mlp else ())}
+        return _new_adapter(self, tuple(k.path for k in self.kernels if k.module in trained), seed % 2**63, rank)
+
+    def zeros(self) -> Adapter:
+        """The adapter that changes nothing: the base model itself, and the start of every gradient and moment."""
+        return _zeros(self)
+
+    def to_peft(self, adapter: Mapping[str, np.ndarray], *, rank: int) -> dict[str, np.ndarray]:
+        """Host arrays -> PEFT's tensors, lora_A (rank, in) and lora_B (out, rank), for the modules that are trained."""
+        tensors = {}
+        for kernel in self.kernels:
+            a, b = np.asarray(adapter[f"{kernel.path}/a"]), np.asarray(adapter[f"{kernel.path}/b"])
+            if not a.any() and not b.any():
+                continue  # not trained
+            for layer, name in enumerate(kernel.hf_names):
+                a_layer, b_layer = (a[:, layer], b[:, layer]) if kernel.stacked else (a, b)
+                b_hf = np.empty_like(b_layer.T)
+                b_hf[kernel.perm] = b_layer.T / kernel.scale
+                tensors[f"base_model.model.{name}.lora_A.weight"] = np.ascontiguousarray(a_layer.T[:rank])
+                tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(b_hf[:, :rank])
+        return tensors
+
+    def from_peft(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The inverse of `to_peft`, padded with zeros to max_rank. Every key must be known, every shape must fit: ValueError names the first that does not."""
+        left, adapter = dict(tensors), {path: np.zeros(shape, np.float32) for path, shape in self.shapes.items()}
+        for kernel in self.kernels:
+            a, b = adapter[f"{kernel.path}/a"], adapter[f"{kernel.path}/b"]
+            for layer, name in enumerate(kernel.hf_names):
+                a_layer, b_layer = (a[:, layer], b[:, layer]) if kernel.stacked else (a, b)
+                keys = [f"base_model.model.{name}.lora_{part}.weight" for part in "AB"]
+                if not any(key in left for key in keys):
+                    continue
+                a_hf, b_hf = (left.pop(key, np.empty(0)) for key in keys)
+                rank = a_hf.shape[0]
+                if (
+                    a_hf.shape != (rank, a_layer.shape[0])
+                    or b_hf.shape != (b_layer.shape[1], rank)
+                    or rank > a_layer.shape[1]
+                ):
+                    limit = f"({a_layer.shape[1]} at most, {a_layer.shape[0]}) and ({b_layer.shape[1]}, the same rank)"
+                    raise ValueError(
+                        f"{keys[0]} and lora_B have shapes {a_hf.shape} and {b_hf.shape}; this base takes {limit}"
+                    )
+                a_layer[:, :rank], b_layer[:rank] = a_hf.T, b_hf[kernel.perm].T * kernel.scale
+        if left:
+            raise ValueError(f"adapter tensor {min(left)} matches no module of {self.name}")
+        return adapter
+
+    def peft_config(self, *, rank: int) -> dict:
+        names = sorted({name.rsplit(".", 1)[1] for kernel in self.kernels for name in kernel.hf_names})
+        return dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=ALPHA, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
+                    target_modules=names, base_model_name_or_path=self.name, inference_mode=True)  # fmt: skip
+
+
+def check_rank(rank: int, max_rank: int) -> None:
+    if not 1 <= rank <= max_rank:
+        raise ValueError(f"lora_config.rank is {rank}; this server takes 1..{max_rank} (its --max-rank)")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _new_adapter(model: Model, trained: tuple[str, ...], seed, rank) -> Adapter:
+    """One compilation a choice of modules; seed and rank are traced."""
+    adapter, kept = model.zeros(), jnp.arange(model.config.max_rank) < rank
+    for i, kernel in enumerate(model.kernels):
+        if kernel.path in trained:
+            shape = model.shapes[f"{kernel.path}/a"]
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            draw = jax.random.uniform(key, (shape[-1], *shape[:-1]), minval=-1, maxval=1) / math.sqrt(
+                shape[0]
+            )  # [R, in, ...]
+            adapter[f"{kernel.path}/a"] = jnp.where(kept, jnp.moveaxis(draw, 0, -1), 0)
+    return jax.lax.with_sharding_constraint(adapter, model.sharding())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(model: Model) -> Adapter:
+    zeros = {path: jnp.zeros(shape, jnp.float32) for path, shape in model.shapes.items()}
+    return jax.lax.with_sharding_constraint(zeros, model.sharding())
+
+
+# ---------------------------------------------------------------------------------------------------- from a directory to a Model
+
+
+def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -> Model:
+    """Read `config.model` onto a mesh of all devices (fsdp). ValueError, one line, for what cannot be served."""
+    directory = resolve(config.model, state_dir)
+    hf_config = read_config(directory)
+    family = FAMILIES[hf_config["architectures"][0]][0]
+    layers = hf_config["num_hidden_layers"]
+    scan = config.scan_layers if config.scan_layers is not None else layers > 8
+    dtype = config.dtype or ("bfloat16" if jax.default_backend() == "tpu" else "float32")
+    cfg, mesh = _maxtext_config(hf_config, scan=scan, dtype=dtype, remat=config.remat, devices=devices or jax.devices())
+
+    from maxtext.checkpoint_conversion.utils import param_mapping
+
+    sources = param_mapping.PARAM_MAPPING[family](hf_config, cfg, scan_layers=scan)
+    hooks = param_mapping.HOOK_FNS[family](hf_config, cfg, scan_layers=scan, saving_to_hf=False)
+    graph, lora, params = _abstract(cfg, mesh, config.max_rank)
+    tensors = Tensors(directory)
+    shapes = {_adapter_path(path): leaf.shape for path, leaf in nnx.to_flat_state(lora)}
+    kernels = _kernels(sources, hooks, shapes, params, scan)
+
+    def fill(path, leaf):
+        key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
+        return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis)
+
+    base = nnx.from_flat_state(
+        [(path, leaf.replace(fill(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(params)]
+    )
+    if cfg.logits_via_embedding:
+        head = base["base"]["token_embedder"]["embedding"].get_value()
+    else:
+        spec = PartitionSpec("fsdp" if cfg.vocab_size % mesh.shape["fsdp"] == 0 else None, None)
+        shape = jax.ShapeDtypeStruct(
+            (cfg.vocab_size, cfg.emb_dim), cfg.weight_dtype, sharding=NamedSharding(mesh, spec)
+        )
+        head = _place(tensors, "lm_head.weight", None, shape, None)
+    _check_sharding([*jax.tree.leaves(base), head], mesh)
+    return Model(
+        name=config.model, directory=directory, hf_config=hf_config, config=config, mesh=mesh, rules=tuple(cfg.logical_axis_rules),
+        graph=graph, base=base, head=head, kernels=kernels, shapes=shapes, lora_tree=jax.tree.structure(lora),
+    )  # fmt: skip
+
+
+def resolve(name: str, state_dir: Path) -> Path:
+    """`demo`, a directory or a hub name -> a local Hugging Face directory."""
+    if name == DEMO:
+        return write_demo(state_dir / "models" / DEMO)
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise ValueError(
+            f"no such model directory: {name} (accepted: a Hugging Face directory, a hub name such as Qwen/Qwen3-0.6B, or {DEMO})"
+        )
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+            )
+        )
+    except Exception as error:  # the hub raises a dozen types, none common; the last line is the one a person wants
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{name} is neither a directory nor could it be fetched from the hub: {reason}") from error
+
+
+def read_config(directory: Path) -> dict:
+    """config.json, refused where this server would compute something else than the model's authors."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no config.json: not a Hugging Face model directory")
+    config = json.loads(path.read_text())
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"{path}: architecture {architecture} is not served (accepted: {', '.join(FAMILIES)})")
+    for key, accepted in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+                          "quantization_config": None}.items():  # fmt: skip
+        if config.get(key, accepted) != accepted:
+            raise ValueError(f"{path}: {key} is {config[key]!r}; this server computes only {accepted!r}")
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    config["rope_theta"] = config.get("rope_theta", rope.get("rope_theta", 10_000.0))
+    config["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if config["rope_type"] == "llama3" and any(rope.get(k) != v for k, v in LLAMA31_ROPE.items()):
+        raise ValueError(f"{path}: rope parameters {rope} are not Llama 3.1's {LLAMA31_ROPE}, the only scaling served")
+    if config["rope_type"] not in ("default", "llama3"):
+        raise ValueError(f"{path}: rope_type {config['rope_type']!r} is not served (accepted: default, llama3)")
+    return config
+
+
+def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: list):
+    from maxtext.configs import pyconfig
+    from maxtext.utils import maxtext_utils
+
+    family, extra = FAMILIES[hf["architectures"][0]]
+    options = dict(
+        model_name=family, override_model_config=True, base_emb_dim=hf["hidden_size"], base_num_query_heads=hf["num_attention_heads"],
+        base_num_kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"], base_mlp_dim=hf["intermediate_size"],
+        base_num_decoder_layers=hf["num_hidden_layers"], vocab_size=hf["vocab_size"], rope_max_timescale=int(hf["rope_theta"]),
+        normalization_layer_epsilon=hf["rms_norm_eps"], logits_via_embedding=hf.get("tie_word_embeddings", False),
+        **extra | ({"rope_use_scale": True} if hf["rope_type"] == "llama3" else {}),
+        dtype=dtype, weight_dtype=dtype, scan_layers=scan, remat_policy=remat,
+        attention="autoselected" if devices[0].platform == "tpu" else "dot_product",
+        ici_fsdp_parallelism=len(devices), per_device_batch_size=1, max_target_length=hf["max_position_embeddings"],
+        skip_jax_distributed_system=True, enable_checkpointing=False, log_config=False, run_name="tinker", base_output_directory="unused",
+        jax_cache_dir=jax.config.jax_compilation_cache_dir or "",  # it would set its own otherwise
+    )  # fmt: skip
+    try:
+        cfg = pyconfig.initialize(["", os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")], **options)
+    except SystemExit as error:  # it prints 9 KB and exits on a key it does not know
+        raise RuntimeError("MaxText refused the configuration printed above") from error
+    return cfg, maxtext_utils.get_mesh_from_config(cfg, devices)
+
+
+def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """The wrapped model with LoRA as shapes and shardings: (graph, adapter, frozen parameters); nothing is allocated."""
+    import qwix
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.utils import model_creation_utils, sharding
+
+    targets = rf"self_attention/({'|'.join(ATTENTION)})|mlp/({'|'.join(MLP)})"
+    provider = qwix.LoraProvider(module_path=rf".*decoder/layers(?:_\d+)?/(?:{targets})", rank=rank, alpha=float(rank))
+    create = model_creation_utils.get_nnx_create_model_fn(cfg, mesh)
+
+    def build():
+        ids = jnp.zeros((mesh.size, 1), jnp.int32)
+        model = qwix.apply_lora_to_model(Hidden(create()), provider, ids, ids, ids + 1, rngs=nnx.Rngs(0))
+        for _, node in list(nnx.iter_graph(model)):
+            for name in (
+                "qwix_rngs",
+                "rngs",
+            ):  # nothing random is left: no dropout, and adapters are made in new_adapter
+                if isinstance(getattr(node, name, None), nnx.Rngs):
+                    delattr(node, name)
+            if isinstance(node, nnx.LoRAParam):  # replicated; its inherited axes are the kernel's
+                node.set_metadata(sharding=None, out_sharding=None, sharding_names=None)
+        vars(model.base.decoder).pop("logits_dense", None)
+        return model
+
+    with logical_axis_rules(cfg.logical_axis_rules), jax.set_mesh(mesh):
+        graph, lora, params, rest = nnx.split(nnx.eval_shape(build), nnx.LoRAParam, nnx.Param, ...)
+        assert not jax.tree.leaves(rest), f"state that is neither weights nor LoRA: {rest}"
+        shardings = sharding.nnx_construct_named_sharding(params, mesh)
+    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, s.spec))
+    return graph, lora, jax.tree.map(place, params, shardings)
+
+
+def _adapter_path(path: tuple) -> str:
+    """('base', 'decoder', 'layers_0', 'self_attention', 'query', 'kernel_lora_a') -> 'layers_0/self_attention/query/a'"""
+    return "/".join([*map(str, path[2:-1]), path[-1][-1]])
+
+
+def _kernels(sources: dict, hooks: dict, shapes: dict, params: nnx.State, scan: bool) -> tuple[Kernel, ...]:
+    """Ask MaxText's import hook what it does to a matrix: fed ones it answers the scale, fed row numbers the permutation."""
+    kernels, flat, memo = [], {_path[2:-1]: leaf for _path, leaf in nnx.to_flat_state(params)}, {}
+    for path in (key.removesuffix("/a") for key in shapes if key.endswith("/a")):
+        parts = tuple(path.split("/"))
+        key = "-".join(["params", "decoder", *parts, "kernel"])
+        names = sources[key] if scan else [sources[key]]
+        rows, columns = shapes[f"{path}/b"][-1], shapes[f"{path}/a"][0]
+        if parts[-1] not in memo:
+            shape = list(flat[parts].shape)
+            if scan:
+                del shape[1]
+            probe = lambda matrix: _hooked(matrix.astype(np.float32), tuple(shape), hooks.get(key)).reshape(
+                columns, rows
+            )[0]  # noqa: B023
+            scale = float(probe(np.ones((rows, columns)))[0])
+            numbers = probe(np.repeat(np.arange(rows)[:, None], columns, axis=1)) / scale
+            memo[parts[-1]] = np.rint(numbers).astype(np.int64), scale
+        hf_names = tuple(name.removesuffix(".weight") for name in names)
+        kernels.append(Kernel(path, hf_names, scan, *memo[parts[-1]]))
+    return tuple(kernels)
+
+
+def _hooked(tensor: np.ndarray, shape: tuple[int, ...], hook: Callable | list | None) -> np.ndarray:
+    from maxtext.checkpoint_conversion.utils.tensor_handling import apply_hook_fns
+
+    return np.asarray(apply_hook_fns(tensor, shape, hook))
+
+
+def _place(
+    tensors: "Tensors", source: str | list[str], hook, leaf: jax.ShapeDtypeStruct, scan_axis: int | None
+) -> Array:
+    """One leaf of the base, from its tensors to its shards; the host holds one leaf at a time."""
+    stacked = isinstance(source, list)
+    shape = leaf.shape[:scan_axis] + leaf.shape[scan_axis + 1 :] if stacked else leaf.shape
+    parts = [_hooked(tensors[name], shape, hook) for name in (source if stacked else [source])]
+    for name, part in zip(source if stacked else [source], parts, strict=True):
+        if part.shape != shape:
+            raise ValueError(f"{tensors.directory}: {name} has shape {part.shape}, config.json implies {shape}")
+    value = (np.stack(parts, axis=scan_axis) if stacked else parts[0]).astype(leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
+
+
+class Tensors:
+    """The tensors of a Hugging Face directory by name, one file or many, read as they are asked for."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            self.files = {
+                name: path.name
+                for path in sorted(directory.glob("*.safetensors"))
+                for name in self._open(path.name).keys()
+            }  # noqa: SIM118
+        missing = sorted({file for file in self.files.values() if not (directory / file).is_file()})
+        if missing:
+            raise ValueError(
+                f"{directory}: weight file {missing[0]} is missing ({len(missing)} of {len(set(self.files.values()))} named by the index)"
+            )
+        if not self.files:
+            raise ValueError(f"{directory} has no *.safetensors file (other weight formats are not read)")
+
+    @functools.cache  # noqa: B019 - lives as long as one load
+    def _open(self, file: str):
+        try:
+            return safe_open(self.directory / file, framework="np")
+        except SafetensorError as error:
+            raise ValueError(f"{self.directory / file} is not a whole safetensors file: {error}") from error
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.files:
+            raise ValueError(f"{self.directory}: tensor {name} is in none of its weight files")
+        return self._open(self.files[name]).get_tensor(name)
+
+
+def _check_sharding(arrays: list[Array], mesh: Mesh) -> None:
+    """FSDP must really shard: every device holds 1/n of the matrices, and all of the vectors (norms)."""
+    size = lambda shape, array: math.prod(shape) * array.dtype.itemsize
+    unique = {id(array): array for array in arrays}.values()
+    whole = sum(size(a.shape, a) for a in unique)
+    held = sum(size(a.sharding.shard_shape(a.shape), a) for a in unique)
+    vectors = sum(size(a.shape, a) for a in unique if a.sharding.is_fully_replicated)
+    log.info(
+        "base: %.1f MB, %.1f MB on each of %d devices (%.1f %%)", whole / 1e6, held / 1e6, mesh.size, 100 * held / whole
+    )
+    if held > 1.02 * (whole - vectors) / mesh.size + vectors:
+        raise RuntimeError(
+            f"a device holds {held:,} of {whole:,} bytes: the base is not sharded over {mesh.size} devices"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- the demo model
+
+DEMO_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|pad|>",
+    "<|extra_0|>",
+    "<|extra_1|>",
+    "<|extra_2|>",
+    "<|extra_3|>",
+)
+DEMO_CONFIG = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=256 + len(DEMO_SPECIAL), hidden_size=128, intermediate_size=256,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_act="silu", rms_norm_eps=1e-6,
+    rope_theta=10_000.0, max_position_embeddings=2048, tie_word_embeddings=False, attention_bias=False, use_sliding_window=False,
+    torch_dtype="float32", bos_token_id=256, eos_token_id=258, initializer_range=0.02,
+)  # fmt: skip
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_demo(directory: Path) -> Path:
+    """A tiny Qwen3 with random weights (always the same) and a byte-level tokenizer of equal vocabulary, as a real Hugging Face directory."""
+    if (directory / "config.json").is_file():
+        return directory.resolve()
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    aside = directory.with_name(f"{directory.name}.{os.getpid()}")
+    aside.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # ByteLevel writes a byte as a printable character
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in DEMO_SPECIAL])
+    tokenizer.save(str(aside / "tokenizer.json"))
+    names = dict(bos_token="<|endoftext|>", eos_token="<|im_end|>", pad_token="<|pad|>", model_max_length=2048)
+    files = {
+        "config.json": DEMO_CONFIG,
+        "tokenizer_config.json": dict(tokenizer_class="PreTrainedTokenizerFast", chat_template=CHAT_TEMPLATE, **names),
+        "generation_config.json": dict(bos_token_id=256, eos_token_id=[258, 256], pad_token_id=259),
+    }
+    save_file(random_weights(DEMO_CONFIG, seed=0), aside / "model.safetensors", metadata={"format": "pt"})
+    for name, content in files.items():
+        (aside / name).write_text(json.dumps(content, indent=2))
+    try:
+        aside.rename(directory)
+    except OSError:  # another process wrote it first; its content is the same
+        if not (directory / "config.json").is_file():
+            raise
+    return directory.resolve()
+
+
+def random_weights(config: Mapping, *, seed: int, dtype=np.float32) -> dict[str, np.ndarray]:
+    """Tensors by their Hugging Face names for a Qwen3 or Llama config: kernels N(0, 1/in), embeddings N(0, 1), norms one."""
+    rng, c = np.random.default_rng(seed), config
+    q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    dim, inner = c["hidden_size"], c["intermediate_size"]
+    layer = {"self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, q),
+             "mlp.gate_proj": (inner, dim), "mlp.up_proj": (inner, dim), "mlp.down_proj": (dim, inner),
+             "input_layernorm": (dim,), "post_attention_layernorm": (dim,)}  # fmt: skip
+    if c["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm": (c["head_dim"],), "self_attn.k_norm": (c["head_dim"],)}
+    shapes = {
+        f"model.layers.{i}.{name}.weight": shape for i in range(c["num_hidden_layers"]) for name, shape in layer.items()
+    }
+    shapes |= {"model.norm.weight": (dim,), "model.embed_tokens.weight": (c["vocab_size"], dim)}
+    if not c["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (c["vocab_size"], dim)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return np.ones(shape, dtype)
+        return (
+            rng.standard_normal(shape) * (1.0 if "embed" in name and "lm_head.weight" in shapes else shape[-1] ** -0.5)
+        ).astype(dtype)
+
+    return {name: draw(name, shape) for name, shape in shapes.items()}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != [DEMO]:
+        sys.exit(f"usage: model.py {DEMO}")
+    print(write_demo(Path("state") / "models" / DEMO))

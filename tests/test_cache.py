@@ -1,0 +1,518 @@
+"""The checkpoint store: what is kept comes back whole, or not at all, whatever a client sends and whenever the power goes.
+
+The crash tests run real processes: an audit hook ends one before its k-th change to the disk, for every k, and tears each
+file that had not been fsynced by then.
+"""
+
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache import SEGMENTS, Checkpoint, Store, TinkerPath, check_name, new_id
+
+RUN = "0123abcd:train:1"
+A = TinkerPath(RUN, "weights", "a")
+B = TinkerPath(RUN, "sampler_weights", "b")
+OLD = {"adapter.safetensors": b"old" * 1000, "optimizer/moments.safetensors": b"o"}
+NEW = {"adapter.safetensors": b"new" * 2000, "optimizer/moments.safetensors": b"n", "extra": b""}
+
+spawn = multiprocessing.get_context("spawn")
+run_ids = st.builds("{}:train:{}".format, st.text("abz059", min_size=6, max_size=40), st.integers(0, 999_999_999))
+names = st.text("abzABZ059._-", min_size=1, max_size=128).filter(lambda name: name[0] != ".")
+paths = st.builds(TinkerPath, run_ids, st.sampled_from(sorted(SEGMENTS)), names)
+hostile = st.text() | st.sampled_from(
+    ["", ".", "..", "../..", "/", "/tmp/x", "a/b", "a\\b", "a\0b", "a\n", ".hidden", "x" * 129, "a:b", "é", "snapshots"]
+)  # fmt: skip
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with Store(tmp_path / "state") as store:
+        yield store
+
+
+def contents(checkpoint: Checkpoint) -> dict[str, bytes]:
+    found = {str(f.relative_to(checkpoint.folder)): f.read_bytes() for f in checkpoint.folder.rglob("*") if f.is_file()}
+    assert found.keys() == checkpoint.files.keys()
+    return found
+
+
+def objects(store: Store) -> set[str]:
+    return {entry.name for entry in (store.root / "objects").iterdir()}
+
+
+# Names
+
+
+@given(paths)
+def test_parse_undoes_str(path: TinkerPath):
+    assert TinkerPath.parse(str(path)) == path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "a", "tinker://", f"tinker://{RUN}/a", f"tinker://{RUN}/weights", f"tinker://{RUN}/weights/", f"{RUN}/weights/a",
+        f"tinker://{RUN}/weights/a/b", f"tinker://{RUN}/snapshots/a", f"tinker://{RUN}/other/a", f"tinker://{RUN}/weights/a ",
+        f"tinker://{RUN}/weights/..", "tinker://../weights/a", f"tinker://{RUN}/weights/a\n", f" tinker://{RUN}/weights/a",
+        "tinker://0123ABCD:train:1/weights/a", "tinker://0123abcd:train:x/weights/a", f"http://{RUN}/weights/a",
+    ],
+)  # fmt: skip
+def test_a_path_of_another_form_is_refused_with_the_grammar(text: str):
+    with pytest.raises(ValueError, match=r"tinker://<training run id>/<weights\|sampler_weights\|external_weights>/<name>"):
+        TinkerPath.parse(text)
+
+
+def test_a_bad_name_is_refused_with_the_name_and_the_rule():
+    assert check_name("step-000020_v1.5") == "step-000020_v1.5"
+    for name in ["", ".", "..", ".a", "a/b", "a b", "a\n", "é", "x" * 129]:
+        with pytest.raises(ValueError, match="no leading dot") as caught:
+            check_name(name)
+        assert repr(name) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def one_store(tmp_path_factory: pytest.TempPathFactory):
+    """One store for all the examples of a property, in a folder of its own two levels down."""
+    with Store(tmp_path_factory.mktemp("outer") / "deep" / "state") as store:
+        yield store
+
+
+@settings(max_examples=200, deadline=None)
+@given(run_id=st.just(RUN) | hostile, segment=st.just("weights") | hostile, name=st.just("a") | names | hostile)
+def test_no_client_string_leads_out_of_the_state_directory(one_store: Store, run_id: str, segment: str, name: str):
+    store, deep = one_store, one_store.root.parent
+    for attempt in (
+        lambda: store.write(TinkerPath(run_id, segment, name), {"f": b"x"}, meta={}),
+        lambda: store.write(TinkerPath.parse(f"tinker://{run_id}/{segment}/{name}"), {"f": b"x"}, meta={}),
+        lambda: store.write(A, {name: b"x"}, meta={}, overwrite=True),
+        lambda: store.write(A, {f"{segment}/f": b"x"}, meta={}, overwrite=True),
+        lambda: store.put_run(run_id, {"base_model": name}),
+        lambda: store.run(run_id),
+        lambda: store.list(run_id),
+        lambda: store.write_snapshot(run_id, {"f": b"x"}, meta={}),
+    ):
+        try:
+            attempt()
+        except ValueError:
+            pass
+        except AssertionError:
+            assert segment == "snapshots"  # only the server can ask for that
+    assert os.listdir(deep.parent) == ["deep"] and os.listdir(deep) == ["state"]
+    assert set(os.listdir(store.root)) == {"lock", "objects", "runs"}
+    assert all(re.fullmatch("[0-9a-f]{28}", folder) for folder in objects(store))
+
+
+def ten_thousand_ids(_: int) -> list[str]:
+    return [new_id() for _ in range(10_000)]
+
+
+def test_ids_never_repeat_in_two_processes_at_once_and_sort_by_time():
+    with spawn.Pool(2) as pool:
+        first, second = pool.map(ten_thousand_ids, range(2), chunksize=1)
+    assert len({*first, *second}) == 20_000
+    assert all(i.isalnum() and i == i.lower() and len(i) == 28 for i in (*first, *second))
+    earlier = new_id("s")
+    time.sleep(0.002)
+    assert earlier < new_id("s") and earlier[0] == "s"
+
+
+# Round trips
+
+
+def test_a_checkpoint_comes_back_as_written_in_another_process_life(tmp_path: Path):
+    weights = np.arange(6, dtype=np.float32).reshape(2, 3)
+    files = {"adapter": weights, "empty": np.zeros((0, 4)), "deep/er/bytes": b"\0\xff"}
+    with Store(tmp_path) as store:
+        written = store.write(A, files, meta={"step": 3}, user_metadata={"note": "é"}, public=True)
+        assert store.open(A) == written
+    with Store(tmp_path) as store:
+        checkpoint = store.open(A)
+        assert checkpoint == written
+        assert contents(checkpoint) == {"adapter": weights.tobytes(), "empty": b"", "deep/er/bytes": b"\0\xff"}
+        assert (checkpoint.size_bytes, checkpoint.meta, checkpoint.public) == (24 + 0 + 2, {"step": 3}, True)
+        assert checkpoint.created.tzinfo is not None and checkpoint.expires_at is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(meta=st.dictionaries(st.text(), json_values), user=st.none() | st.dictionaries(st.text(), json_values))
+def test_any_json_comes_back_as_metadata(one_store: Store, meta: dict, user: dict | None):
+    one_store.write(A, {"f": b"x"}, meta=meta, user_metadata=user, overwrite=True)
+    one_store.put_run(RUN, meta)
+    checkpoint = one_store.open(A)
+    assert (checkpoint.meta, checkpoint.user_metadata, one_store.run(RUN)) == (meta, user, meta)
+
+
+def test_one_name_may_stand_for_both_kinds(store: Store):
+    training, sampler = TinkerPath(RUN, "weights", "000020"), TinkerPath(RUN, "sampler_weights", "000020")
+    store.write(training, OLD, meta={})
+    store.write(sampler, NEW, meta={})
+    assert contents(store.open(training)) == OLD and contents(store.open(sampler)) == NEW
+
+
+def test_overwriting_needs_to_be_asked_for_and_takes_a_new_folder(store: Store):
+    old = store.write(A, OLD, meta={"step": 1}, user_metadata={"x": 1}, ttl_seconds=60)
+    with pytest.raises(ValueError, match=f"{A} exists: choose another name or overwrite=True"):
+        store.write(A, NEW, meta={})
+    assert contents(store.open(A)) == OLD and objects(store) == {old.folder.name}
+    new = store.write(A, NEW, meta={"step": 2}, overwrite=True)
+    assert new.folder != old.folder and not old.folder.exists()
+    assert contents(store.open(A)) == NEW
+    assert (new.meta, new.user_metadata, new.expires_at) == ({"step": 2}, None, None)
+
+
+def test_lists_are_newest_first_and_by_run(store: Store):
+    other = TinkerPath("0123abcd:train:2", "weights", "c")
+    for path in (A, other, B):
+        store.write(path, OLD, meta={})
+    store.set_ttl(A, 60)  # a change of the manifest does not make a checkpoint newer
+    assert [c.path for c in store.list()] == [B, other, A]
+    assert [c.path for c in store.list(RUN)] == [B, A]
+    assert store.list("0123abcd:train:3") == []
+
+
+def test_an_unknown_checkpoint_is_answered_with_at_most_five_known_ones(store: Store):
+    with pytest.raises(ValueError, match=f"unknown checkpoint {A}: its run has 0, newest first: none"):
+        store.open(A)
+    for n in range(7):
+        store.write(TinkerPath(RUN, "weights", f"n{n}"), OLD, meta={})
+    for ask in (store.open, store.delete, lambda p: store.set_ttl(p, 5), lambda p: store.set_public(p, True)):
+        with pytest.raises(ValueError, match=f"unknown checkpoint {A}: its run has 7") as caught:
+            ask(A)
+        assert [f"n{n}" in str(caught.value) for n in range(7)] == [False, False, True, True, True, True, True]
+
+
+def test_a_deleted_checkpoint_is_gone_with_its_files(store: Store):
+    store.write(A, OLD, meta={})
+    kept = store.write(B, NEW, meta={})
+    store.delete(A)
+    assert [c.path for c in store.list()] == [B] and objects(store) == {kept.folder.name}
+
+
+def test_publishing_can_be_undone(store: Store):
+    written = store.write(A, OLD, meta={"step": 1})
+    store.set_public(A, True)
+    assert store.open(A).public
+    store.set_public(A, False)
+    assert store.open(A) == written
+
+
+def test_runs_are_kept_newest_first_and_may_be_described_anew(store: Store):
+    assert store.run(RUN) is None and store.runs() == []
+    store.put_run(RUN, {"base_model": "demo"})
+    store.put_run("0123abcd:train:2", {"base_model": "other"})
+    store.put_run(RUN, {"base_model": "demo", "lora_rank": 8})
+    assert store.run(RUN) == {"base_model": "demo", "lora_rank": 8}
+    assert [run_id for run_id, _ in store.runs()] == ["0123abcd:train:2", RUN]
+
+
+# Snapshots
+
+
+def test_a_snapshot_is_not_listed_and_ends_with_its_store(tmp_path: Path):
+    with Store(tmp_path) as store:
+        kept = store.write(A, OLD, meta={})
+        first, second = (store.write_snapshot(RUN, NEW, meta={"step": n}) for n in range(2))
+        assert first.path == TinkerPath(RUN, "snapshots", first.folder.name) and first.folder != second.folder
+        assert contents(first) == NEW and first.meta == {"step": 0}
+        assert [c.path for c in store.list()] == [A]
+        store.remove_snapshot(first)
+        assert objects(store) == {kept.folder.name, second.folder.name}
+    with Store(tmp_path) as store:
+        assert objects(store) == {kept.folder.name}
+
+
+# Time to live
+
+
+def test_an_expired_checkpoint_is_unknown_and_its_files_go(store: Store):
+    a, b, c = (TinkerPath(RUN, "weights", name) for name in "abc")
+    for path in (a, b):
+        store.write(path, OLD, meta={}, ttl_seconds=1)
+    store.write(c, OLD, meta={}, ttl_seconds=60)
+    assert len(store.list()) == 3 and store.sweep() == 0
+    time.sleep(1.01)
+    assert [checkpoint.path for checkpoint in store.list()] == [c]
+    with pytest.raises(ValueError, match="unknown checkpoint"):
+        store.open(a)
+    assert len(objects(store)) == 2  # open removed a; b waits for the sweep
+    assert store.sweep() == 1 and store.sweep() == 0
+    assert objects(store) == {store.open(c).folder.name}
+    store.write(a, NEW, meta={})  # the name is free again
+    assert contents(store.open(a)) == NEW
+
+
+def test_a_ttl_counts_from_when_it_is_set_and_can_be_taken_back(store: Store):
+    written = store.write(A, OLD, meta={})
+    store.set_ttl(A, 100)
+    expires_at = store.open(A).expires_at
+    assert expires_at is not None and 99 < (expires_at - written.created).total_seconds() < 110
+    store.set_ttl(A, None)
+    assert store.open(A) == written
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 10 * 365 * 24 * 3600 + 1])
+def test_a_ttl_out_of_range_is_refused_and_changes_nothing(store: Store, seconds: int):
+    written = store.write(A, OLD, meta={})
+    with pytest.raises(ValueError, match=f"bad ttl_seconds {seconds}: use 1 to 315360000"):
+        store.write(B, OLD, meta={}, ttl_seconds=seconds)
+    with pytest.raises(ValueError, match="bad ttl_seconds"):
+        store.set_ttl(A, seconds)
+    assert store.list() == [written] and objects(store) == {written.folder.name}
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def damageable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("damage")
+    with Store(root) as store:
+        store.put_run(RUN, {"base_model": "demo"})
+        store.write(A, {"adapter": b"some weights", "deep/moments": b"m"}, meta={"step": 7, "x": 1.5})
+        store.write(B, OLD, meta={})
+    return root
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data())
+def test_one_flipped_bit_or_lost_byte_is_an_error_that_names_the_file(damageable: Path, data: st.DataObject):
+    with Store(damageable) as store:
+        folder, other = store.open(A).folder, store.open(B)
+    manifest, run_file = (damageable / "runs" / RUN.replace(":", "-") / name for name in ("weights/a.json", "run.json"))
+    file = data.draw(st.sampled_from([manifest, run_file, folder / "adapter", folder / "deep/moments"]))
+    whole = file.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    flipped = bytes(byte ^ (1 << bit % 8) if n == bit // 8 else byte for n, byte in enumerate(whole))
+    try:
+        file.write_bytes(data.draw(st.sampled_from([flipped, whole[: bit // 8], whole + b"\0"])))
+        with Store(damageable) as store:
+            with pytest.raises(RuntimeError) as caught:
+                store.run(RUN) if file == run_file else store.open(A)
+            assert str(file) in str(caught.value)
+            assert [c.path for c in store.list()] == ([B] if file == manifest else [B, A])
+            assert [run_id for run_id, _ in store.runs()] == ([] if file == run_file else [RUN])
+            assert store.open(B) == other
+    finally:
+        file.write_bytes(whole)
+
+
+def test_a_vanished_file_is_an_error_that_names_it(damageable: Path, tmp_path: Path):
+    shutil.copytree(damageable, tmp_path / "copy")
+    with Store(tmp_path / "copy") as store:
+        (store.list()[-1].folder / "adapter").unlink()
+        with pytest.raises(RuntimeError, match="adapter"):
+            store.open(A)
+
+
+def test_no_object_is_removed_while_a_manifest_that_may_name_it_is_damaged(damageable: Path, tmp_path: Path, caplog):
+    shutil.copytree(damageable, tmp_path / "copy")
+    manifest = tmp_path / "copy" / "runs" / RUN.replace(":", "-") / "weights" / "a.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(b"{")
+    with Store(tmp_path / "copy") as store:
+        assert len(objects(store)) == 2 and str(manifest) in caplog.text
+    manifest.write_bytes(whole)
+    with Store(tmp_path / "copy") as store:
+        assert contents(store.open(A)) == {"adapter": b"some weights", "deep/moments": b"m"}
+
+
+def test_a_manifest_in_the_place_of_another_is_not_believed(damageable: Path, tmp_path: Path):
+    shutil.copytree(damageable, tmp_path / "copy")
+    folder = tmp_path / "copy" / "runs" / RUN.replace(":", "-") / "weights"
+    shutil.copy(folder / "a.json", folder / "c.json")
+    with Store(tmp_path / "copy") as store, pytest.raises(RuntimeError, match=f"c.json is the manifest of {A}"):
+        store.open(TinkerPath(RUN, "weights", "c"))
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(store: Store):
+    store.write(A, OLD, meta={})
+    before = objects(store)
+    with pytest.raises(RuntimeError, match="cannot write a checkpoint under"):
+        store.write(B, {"a": b"x", "a/b": b"x"}, meta={})  # the name of a file where a folder must be: an OSError too
+    assert objects(store) == before
+
+
+# Threads and processes
+
+
+def test_writers_of_different_names_do_not_disturb_each_other(store: Store):
+    def write(n: int) -> Checkpoint:
+        return store.write(TinkerPath(RUN, "weights", f"n{n}"), {"f": bytes([n]) * 10_000}, meta={"n": n})
+
+    with ThreadPoolExecutor(8) as pool:
+        written = list(pool.map(write, range(32)))
+    for n, checkpoint in enumerate(written):
+        assert store.open(checkpoint.path) == checkpoint and contents(checkpoint) == {"f": bytes([n]) * 10_000}
+    assert objects(store) == {c.folder.name for c in written} and len(store.list()) == 32
+
+
+def test_of_many_writers_of_one_name_one_wins_and_the_others_are_told(store: Store):
+    def write(n: int) -> Checkpoint | str:
+        try:
+            return store.write(A, {"f": bytes([n]) * 10_000}, meta={"n": n})
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(write, range(16)))
+    (winner,) = (result for result in results if isinstance(result, Checkpoint))
+    assert sum("exists" in result for result in results if isinstance(result, str)) == 15
+    assert store.open(A) == winner and contents(winner) == {"f": bytes([winner.meta["n"]]) * 10_000}
+    assert objects(store) == {winner.folder.name}
+
+
+def test_open_always_finds_one_whole_version_while_others_overwrite_it(store: Store):
+    store.write(A, {"f": b"start"}, meta={})
+
+    def overwrite(n: int) -> None:
+        store.write(A, {"f": bytes([n]) * 10_000}, meta={"n": n}, overwrite=True)
+
+    with ThreadPoolExecutor(6) as pool:
+        writes = [pool.submit(overwrite, n) for n in range(40)]
+        while not all(write.done() for write in writes):
+            assert store.open(A).files.keys() == {"f"}  # it verifies the bytes: a mixture would be a RuntimeError
+            assert [c.path for c in store.list()] == [A]
+        for write in writes:
+            write.result()
+    last = store.open(A)
+    assert contents(last) == {"f": bytes([last.meta["n"]]) * 10_000} and objects(store) == {last.folder.name}
+
+
+def hold(root: Path, ready, release) -> None:
+    store = Store(root)
+    ready.set()
+    release.wait(20)
+    os._exit(len(store.list()))  # no close: the process just ends
+
+
+def test_a_second_process_is_refused_in_one_line_until_the_first_ends(tmp_path: Path):
+    ready, release = spawn.Event(), spawn.Event()
+    holder = spawn.Process(target=hold, args=(tmp_path, ready, release))
+    holder.start()
+    assert ready.wait(20)
+    with pytest.raises(RuntimeError, match=f"^{tmp_path} is in use by process {holder.pid}: .*$"):
+        Store(tmp_path)
+    release.set()
+    holder.join(20)
+    with Store(tmp_path), pytest.raises(RuntimeError, match=f"in use by process {os.getpid()}"):
+        Store(tmp_path)
+    Store(tmp_path).close()
+
+
+# Crashes
+
+
+def snapshot(store: Store) -> None:
+    store.remove_snapshot(store.write_snapshot(RUN, NEW, meta={}))
+    store.write_snapshot(RUN, NEW, meta={})
+
+
+SCENARIOS: dict[str, Callable[[Store], object]] = {
+    "write": lambda store: store.write(B, NEW, meta={"step": 2}),
+    "overwrite": lambda store: store.write(A, NEW, meta={"step": 2}, overwrite=True),
+    "delete": lambda store: store.delete(A),
+    "set_ttl": lambda store: store.set_ttl(A, 1000),
+    "put_run": lambda store: store.put_run(RUN, {"lora_rank": 16}),
+    "snapshot": snapshot,
+}
+
+
+def crash_everywhere(before: Path, crashes: Path) -> None:
+    """For every scenario and k, copy the store `before` to crashes/<scenario>/<k>, and run the scenario there up to its
+    k-th change of the disk; in the last copy it ends by itself."""
+    for scenario, run in SCENARIOS.items():
+        for k in count():
+            root = shutil.copytree(before, crashes / scenario / str(k))
+            pid = os.fork()
+            if pid == 0:
+                crash_at(k, root)
+                run(Store(root))
+                cut_power(root)
+                os._exit(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert status in {0, 9}, f"{scenario}, {k}: exit status {status}"
+            if status == 0:
+                break
+
+
+def crash_at(k: int, root: Path) -> None:
+    """Arrange that this process ends before its k-th change of the disk, as in a power cut."""
+    changes = count()
+    durable.update(file.stat().st_ino for file in root.rglob("*"))
+
+    def change() -> None:
+        if next(changes) == k:
+            cut_power(root)
+            os._exit(9)
+
+    def audit(event: str, args: tuple) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}:  # raised before it is done
+            change()
+
+    def fsync(descriptor: int) -> None:
+        change()
+        durable.add(os.fstat(descriptor).st_ino)
+
+    os.fsync = fsync
+    sys.addaudithook(audit)
+
+
+durable: set[int] = set()  # inodes of what is on the disk
+
+
+def cut_power(root: Path) -> None:
+    for file in root.rglob("*"):
+        if file.is_file() and file.stat().st_ino not in durable:
+            os.truncate(file, file.stat().st_size // 2)
+
+
+def state(root: Path) -> list:
+    """All that a client can see after a restart; no garbage may be left."""
+    with Store(root) as store:
+        found = [(c.path, contents(store.open(c.path)), c.meta, c.expires_at is None) for c in store.list()]
+        assert objects(store) == {c.folder.name for c in store.list()}
+        return [*found, store.runs()]
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("crashes")
+    with Store(folder / "before") as store:
+        store.put_run(RUN, {"lora_rank": 8})
+        store.write(A, OLD, meta={"step": 1})
+        store.write_snapshot(RUN, NEW, meta={})
+    (folder / "before/objects/.tmp-0123456789abcdef0123456789ab/deep").mkdir(parents=True)  # left by an earlier crash
+    process = spawn.Process(target=crash_everywhere, args=(folder / "before", folder))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    return folder
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_crash_at_any_moment_leaves_the_old_state_or_the_new_one(crashes: Path, scenario: str):
+    states = [state(crashes / scenario / str(k)) for k in range(len(os.listdir(crashes / scenario)))]
+    old, new = states[0], states[-1]
+    assert len(states) > 10 and old == state(crashes / "before")
+    assert (old == new) == (scenario == "snapshot")
+    turn = states.index(new)
+    assert states == [old] * turn + [new] * (len(states) - turn)
