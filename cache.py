@@ -9,8 +9,8 @@ Under the state directory, which one process at a time may hold:
     runs/<run>/<segment>/<name>.json   the manifest of tinker://<run id>/<segment>/<name>
 
 Invariants:
-  1. A checkpoint exists from the rename of its manifest, when its files are on the disk, until the manifest is unlinked,
-     before they go. An object that no manifest names is garbage, removed when the store is opened.
+  1. A checkpoint exists from the rename of its manifest, once its files are on the disk, until the unlinking of its
+     manifest, before they go. An object that no manifest names is garbage, removed when the store is opened.
   2. No folder is ever used twice: engines key their prefix caches by path.
   3. A wrong byte is never served: files and manifests carry a sha256; a mismatch is a RuntimeError that names the file.
   4. No client text becomes a path unchecked: a TinkerPath with an unsafe part cannot be made.
@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class TinkerPath:
             raise ValueError(f"unknown kind of checkpoint {self.segment!r}: use one of {', '.join(SEGMENTS)}")
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> "TinkerPath":
         parts = re.fullmatch(r"tinker://([^/]*)/([^/]*)/([^/]*)", text)
         try:
             if parts is None or parts[2] not in SEGMENTS:
@@ -142,7 +142,7 @@ class Store:
     def close(self) -> None:
         self._lock_file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Store":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -352,7 +352,7 @@ def _verify(checkpoint: Checkpoint) -> None:
         except OSError as error:
             found = error
         if found != entry:
-            raise RuntimeError(f"{file} of {checkpoint.path} is damaged: found {found}, wrote {entry}; restore or delete it")
+            raise RuntimeError(f"{file} is damaged: {found}, not {entry}; restore it, or delete {checkpoint.path}")
 
 
 def _seal(record: dict[str, Any]) -> str:

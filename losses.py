@@ -193,7 +193,7 @@ def ppo(logprobs: PerToken, inputs: TokenInputs, config: Numbers) -> PerToken:
     low, high, _ = config
     ratio = _ratio(logprobs, inputs)
     unclipped = ratio * inputs.advantages
-    clipped = lax.stop_gradient(jnp.clip(ratio, low, high)) * inputs.advantages
+    clipped = jnp.clip(ratio, low, high) * inputs.advantages
     # Not jnp.minimum: inside the band the branches tie, and at a tie it would halve the gradient.
     return -jnp.where(clipped < unclipped, clipped, unclipped)
 
@@ -279,7 +279,8 @@ def token_losses(
     """What each token adds to the sum under the loss at `loss_index` of LOSSES: exactly 0, gradient too, if not live.
 
     Two `where`s: behind the outer one alone a dead token's value would be 0 but its gradient 0 x inf = NaN, so the
-    inner one puts zeros, where every loss is finite, in the place of its numbers first.
+    inner one puts zeros in the place of its numbers first. The five losses are 0 there by themselves; the outer one
+    makes that a promise rather than a coincidence.
     """
     logprobs, inputs = jax.tree.map(lambda numbers: jnp.where(live, numbers, 0.0), (logprobs, inputs))
     losses = lax.switch(loss_index, [loss.fn for loss in LOSSES.values()], logprobs, inputs, config)

@@ -216,7 +216,7 @@ class Trainer:
         for backward in (False, True):
             self.forward_backward("warm-up", [datum], "cross_entropy", {}, backward=backward)
         self.optim_step(
-            "warm-up", dict(learning_rate=0, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0, grad_clip_norm=0)
+            "warm-up", dict(learning_rate=0.0, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)
         )
         self.release("warm-up")
 

@@ -109,7 +109,7 @@ def test_tiles_hold_each_datum_where_they_say_with_its_own_positions(lengths, ro
 def naive_loss(model, adapter, scale, d: Datum):
     """One datum alone, full logits: the slow path."""
     tokens = jnp.asarray(d.tokens)[None]
-    scaled = model.scaled(adapter, scale)
+    scaled = model.scaled(adapter, jnp.asarray(scale))
     hidden = model.hidden(model.base, scaled, tokens, jnp.arange(tokens.size)[None], jnp.ones_like(tokens))[0]
     logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ model.head.T.astype(jnp.float32))
     picked = jnp.take_along_axis(logprobs, jnp.asarray(d.inputs["target_tokens"])[:, None], 1)[:, 0]

@@ -1,0 +1,657 @@
+"""model.py against two models that share no code with it: a float64 numpy forward (below) and tunix's Qwen3."""
+
+import functools
+import json
+import re
+import warnings
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
+
+import model
+from model import ALPHA, ATTENTION, MLP, Model, ModelConfig, load, random_weights, write_demo
+
+RANK, MAX_RANK = 3, 8
+SHAPE = (4, 24)  # [B, T] of every forward here
+CONFIG = dict(
+    vocab_size=96, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
+    hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10_000.0, max_position_embeddings=2048, tie_word_embeddings=False,
+)  # fmt: skip
+LLAMA = CONFIG | dict(architectures=["LlamaForCausalLM"], model_type="llama")
+QWEN3 = CONFIG | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+LLAMA3_ROPE = dict(
+    rope_theta=500_000.0, rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                            original_max_position_embeddings=8192),
+)  # fmt: skip
+
+
+def weights(config: Mapping, seed: int = 1, dtype=np.float32) -> dict[str, np.ndarray]:
+    """Random weights whose norms are random too: ones would hide a norm that is left out or misplaced."""
+    rng = np.random.default_rng(seed)
+    draw = lambda w: rng.uniform(0.5, 1.5, w.shape) if w.ndim == 1 else w
+    return {name: draw(w).astype(dtype) for name, w in random_weights(config, seed=seed).items()}
+
+
+def write(directory, config: Mapping, tensors: Mapping[str, np.ndarray]):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    """A function from a config (and how to load it) to a Model, which is built once."""
+
+    @functools.cache
+    def build(config: str, devices: int, options: str) -> Model:
+        directory = root / str(abs(hash(config)))
+        write(directory, json.loads(config), weights(json.loads(config)))
+        loaded = ModelConfig(model=str(directory), **{"max_rank": MAX_RANK} | json.loads(options))
+        return load(loaded, state_dir=root, devices=jax.devices()[:devices])
+
+    return lambda config, devices=1, **options: build(json.dumps(config), devices, json.dumps(options))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(m: Model, base, adapter, tokens, positions, segment_ids):
+    return m.hidden(base, adapter, tokens, positions, segment_ids)
+
+
+def hidden(m: Model, adapter, tokens, positions=None, segment_ids=None) -> np.ndarray:
+    positions = positions if positions is not None else np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    segment_ids = segment_ids if segment_ids is not None else np.ones_like(tokens)
+    return np.asarray(forward(m, m.base, adapter, *(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segment_ids))))
+
+
+def logprobs(m: Model, adapter, tokens, positions=None) -> np.ndarray:
+    """log p of every token of the vocabulary; the head is applied in float64 as losses.py does blockwise in float32."""
+    return log_softmax(hidden(m, adapter, tokens, positions).astype(float) @ np.asarray(m.head).astype(float).T)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def random_tokens(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, CONFIG["vocab_size"], SHAPE)
+
+
+def random_adapter(m: Model, seed: int = 0, rank: int = RANK) -> dict[str, np.ndarray]:
+    """Both a and b random in the first `rank` columns, so large that log-probs move by whole units."""
+    rng = np.random.default_rng(seed)
+    adapter = {path: np.zeros(shape, np.float32) for path, shape in m.shapes.items()}
+    for path, array in adapter.items():
+        part = array[..., :rank] if path.endswith("/a") else array[:rank]
+        part[:] = rng.standard_normal(part.shape) * (array.shape[0] ** -0.5 if path.endswith("/a") else 0.03)
+    return adapter
+
+
+def applied(m: Model, adapter: Mapping[str, np.ndarray], rank: int = RANK):
+    return m.scaled({path: jnp.asarray(array) for path, array in adapter.items()}, jnp.float32(ALPHA / rank))
+
+
+def merged(tensors: Mapping[str, np.ndarray], peft: Mapping[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+    """W + alpha/rank B A, in float64."""
+    out = {name: w.astype(np.float64) for name, w in tensors.items()}
+    for key in (key for key in peft if key.endswith("lora_A.weight")):
+        a, b = (peft[key.replace("lora_A", part)].astype(np.float64) for part in ("lora_A", "lora_B"))
+        out[key.removeprefix("base_model.model.").replace("lora_A.", "")] += ALPHA / rank * b @ a
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- the slow-path oracle
+
+
+def oracle(config: Mapping, tensors: Mapping[str, np.ndarray], tokens: np.ndarray, positions=None) -> np.ndarray:
+    """Log-probs [B, T, V] of a Llama or a Qwen3 in float64, after their papers: no cache, no packing, one head at a time."""
+    w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    heads, groups, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    length = tokens.shape[1]
+    angles = np.outer(np.arange(length) if positions is None else positions, frequencies(config))  # [t, dim/2]
+    sin, cos = np.sin(angles), np.cos(angles)
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[f"{name}.weight"]
+
+    def rope(x):  # the two halves are the real and the imaginary part
+        re, im = x[..., : dim // 2], x[..., dim // 2 :]
+        return np.concatenate([re * cos - im * sin, im * cos + re * sin], -1)
+
+    def attention(x, at):
+        outputs = []
+        for head in range(heads):
+            q, k, v = (
+                x @ w[f"{at}.{name}_proj.weight"][i * dim : (i + 1) * dim].T
+                for name, i in (("q", head), ("k", head * groups // heads), ("v", head * groups // heads))
+            )
+            if config["model_type"] == "qwen3":
+                q, k = norm(q, f"{at}.q_norm"), norm(k, f"{at}.k_norm")
+            scores = rope(q) @ rope(k).swapaxes(-1, -2) / np.sqrt(dim)
+            scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
+            outputs.append(np.exp(log_softmax(scores)) @ v)
+        return np.concatenate(outputs, -1) @ w[f"{at}.o_proj.weight"].T
+
+    x = w["model.embed_tokens.weight"][tokens]  # [b, t, d]
+    for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
+        x = x + attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
+        y = norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (y @ w[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
+    head = w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    return log_softmax(norm(x, "model.norm") @ head.T)
+
+
+def frequencies(config: Mapping) -> np.ndarray:
+    """Radians a position, [dim/2]; llama3 divides those of long waves by `factor` and blends between."""
+    f = config["rope_theta"] ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
+    s = config.get("rope_scaling")
+    if not s:
+        return f
+    turns = s["original_max_position_embeddings"] * f / (2 * np.pi)  # in the original context
+    kept = np.clip((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"]), 0, 1)
+    return f * (kept + (1 - kept) / s["factor"])
+
+
+SIZES = {
+    "3 heads of 16 share 1": {},
+    "4 heads of 32 share 2": dict(head_dim=32, num_attention_heads=4, num_key_value_heads=2),
+    "2 heads of 64 share none": dict(head_dim=64, num_attention_heads=2, num_key_value_heads=2, hidden_size=64),
+    "odd": dict(vocab_size=97, hidden_size=36, intermediate_size=50, num_hidden_layers=3, num_attention_heads=5),
+}
+CASES = [
+    pytest.param(family | {"tie_word_embeddings": tied}, scan,
+                 id=f"{family['model_type']}-{'tied' if tied else 'untied'}-{'scanned' if scan else 'unrolled'}")
+    for family in (LLAMA, QWEN3) for tied in (False, True) for scan in (False, True)
+] + [
+    pytest.param(family | size, scan, id=f"{family['model_type']}-{name}")
+    for name, size in list(SIZES.items())[1:] for family, scan in ((LLAMA, False), (QWEN3, True))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "scan"), CASES)
+def test_log_probs_match_a_float64_forward_with_and_without_an_adapter(base, config, scan):
+    m, tokens, tensors = base(config, scan_layers=scan), random_tokens(), weights(config)
+    adapter = random_adapter(m)
+    plain, adapted = oracle(config, tensors, tokens), oracle(config, merged(tensors, m.to_peft(adapter, rank=RANK), RANK), tokens)
+    np.testing.assert_allclose(logprobs(m, m.zeros(), tokens), plain, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logprobs(m, applied(m, adapter), tokens), adapted, atol=1e-4, rtol=0)
+    assert np.abs(adapted - plain).max() > 0.3  # else the second comparison says nothing
+
+
+@pytest.fixture(scope="module")
+def tunix_logprobs():
+    """tunix's own Qwen3 with its own loader: (directory, tokens) -> log-probs."""
+    with warnings.catch_warnings():  # what it says while it is imported is not ours to mend
+        warnings.simplefilter("ignore")
+        from tunix.models.qwen3 import model as qwen3
+        from tunix.models.qwen3.params import create_model_from_safe_tensors
+
+    def run(directory, tokens):
+        c = json.loads((directory / "config.json").read_text())
+        config = qwen3.ModelConfig(
+            num_layers=c["num_hidden_layers"], vocab_size=c["vocab_size"], embed_dim=c["hidden_size"], hidden_dim=c["intermediate_size"],
+            num_heads=c["num_attention_heads"], head_dim=c["head_dim"], num_kv_heads=c["num_key_value_heads"],
+            rope_theta=int(c["rope_theta"]), norm_eps=c["rms_norm_eps"], use_tied_embedding=c["tie_word_embeddings"],
+        )  # fmt: skip
+        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+        qwen = create_model_from_safe_tensors(str(directory), config, mesh, dtype=jnp.float32)
+        length = tokens.shape[1]
+        positions = np.tile(np.arange(length), (len(tokens), 1))
+        causal = np.tile(np.tri(length, dtype=bool), (len(tokens), 1, 1))
+        return log_softmax(np.asarray(qwen(jnp.asarray(tokens), jnp.asarray(positions), None, jnp.asarray(causal))[0]).astype(float))
+
+    return run
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_log_probs_match_those_of_tunix_with_and_without_an_adapter(base, tunix_logprobs, tmp_path, tied, scan):
+    config = QWEN3 | {"tie_word_embeddings": tied}
+    m, tokens = base(config, scan_layers=scan), random_tokens()
+    adapter = random_adapter(m)
+    np.testing.assert_allclose(logprobs(m, m.zeros(), tokens), tunix_logprobs(m.directory, tokens), atol=1e-4, rtol=0)
+    tensors = merged(load_file(m.directory / "model.safetensors"), m.to_peft(adapter, rank=RANK), RANK)
+    write(tmp_path, config, {name: w.astype(np.float32) for name, w in tensors.items()})
+    np.testing.assert_allclose(logprobs(m, applied(m, adapter), tokens), tunix_logprobs(tmp_path, tokens), atol=1e-4, rtol=0)
+
+
+def test_llama_3_rope_scaling_matches_the_float64_forward(base):
+    config, tokens, positions = LLAMA | LLAMA3_ROPE, random_tokens(), 64 * np.arange(SHAPE[1])  # wide steps: long waves turn
+    m = base(config)
+    got = logprobs(m, m.zeros(), tokens, np.tile(positions, (len(tokens), 1)))
+    np.testing.assert_allclose(got, oracle(config, weights(config), tokens, positions), atol=2e-4, rtol=0)
+    unscaled = oracle(config | {"rope_scaling": None}, weights(config), tokens, positions)
+    assert np.abs(got - unscaled).max() > 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("config", [LLAMA | SIZES["4 heads of 32 share 2"], QWEN3], ids=["llama", "qwen3"])
+def test_bfloat16_weights_load_exactly_into_a_float32_model(root, config):
+    tensors = weights(config, dtype=bfloat16)
+    m = load(ModelConfig(model=str(write(root / f"bf16-{config['model_type']}", config, tensors)), max_rank=MAX_RANK), state_dir=root,
+             devices=jax.devices()[:1])  # fmt: skip
+    assert m.dtype == jnp.float32
+    tokens = random_tokens()
+    np.testing.assert_allclose(logprobs(m, m.zeros(), tokens), oracle(config, tensors, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_a_bfloat16_model_is_near_the_float64_forward(base, config, scan):
+    m, tokens = base(config, dtype="bfloat16", scan_layers=scan), random_tokens()
+    adapter = m.scaled(m.new_adapter(seed=0, rank=RANK), jnp.float32(ALPHA / RANK))
+    assert {a.dtype for a in [*jax.tree.leaves(m.base), m.head, *adapter.values()]} == {jnp.dtype(jnp.bfloat16)}
+    error = np.abs(logprobs(m, adapter, tokens) - oracle(config, weights(config), tokens))
+    assert error.mean() < 0.02 and error.max() < 0.2  # 8 bits of mantissa: 0.4 % a rounding
+
+
+def test_a_checkpoint_of_two_files_equals_the_single_file_bit_for_bit(base, tmp_path):
+    one = base(LLAMA)
+    split_checkpoint(write(tmp_path, LLAMA, weights(LLAMA)))
+    two = load(ModelConfig(model=str(tmp_path), max_rank=MAX_RANK), state_dir=tmp_path, devices=jax.devices()[:1])
+    for a, b in zip([*jax.tree.leaves(one.base), one.head], [*jax.tree.leaves(two.base), two.head], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def split_checkpoint(directory):
+    """model.safetensors -> two files and their index, as large models are published."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    files = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: w for name, w in tensors.items() if files[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+# ---------------------------------------------------------------------------------------------------- packing and the mesh
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_a_packed_segment_sees_only_itself(base, config, scan):
+    """Row 0 packs three segments and padding; rows 1 to 3 hold one of them each, at its beginning."""
+    m, pieces = base(config, scan_layers=scan), [(0, 5), (5, 14), (14, 20)]
+    tokens, positions, segments = random_tokens(), np.zeros(SHAPE, int), np.zeros(SHAPE, int)
+    for i, (start, end) in enumerate(pieces, 1):
+        tokens[i, : end - start] = tokens[0, start:end]
+        positions[0, start:end] = positions[i, : end - start] = np.arange(end - start)
+        segments[0, start:end], segments[i, : end - start] = i, 1
+    adapter = applied(m, random_adapter(m))
+    got = hidden(m, adapter, tokens, positions, segments)
+    for i, (start, end) in enumerate(pieces, 1):
+        np.testing.assert_allclose(got[0, start:end], got[i, : end - start], atol=2e-6, rtol=0)
+    other = tokens.copy()
+    other[0, 5:14], other[0, 20:] = random_tokens(1)[0, 5:14], random_tokens(1)[0, 20:]  # the second segment and the padding
+    changed = hidden(m, adapter, other, positions, segments)
+    np.testing.assert_array_equal(changed[0, [*range(5), *range(14, 20)]], got[0, [*range(5), *range(14, 20)]])
+    assert np.abs(changed[0, 5:14] - got[0, 5:14]).max() > 0.1
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("config", [LLAMA | {"tie_word_embeddings": True}, QWEN3], ids=["llama", "qwen3"])
+def test_four_devices_hold_a_quarter_each_and_compute_what_one_does(base, config, scan):
+    one, four = base(config, scan_layers=scan), base(config, devices=4, scan_layers=scan)
+    adapter = random_adapter(one)
+    a, b = (hidden(m, applied(m, adapter), random_tokens()) for m in (one, four))
+    np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
+
+    arrays = list({id(a): a for a in [*jax.tree.leaves(four.base), four.head]}.values())  # a tied head is counted once
+    held = {d: sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == d) for d in jax.devices()}
+    norms = sum(a.nbytes for a in arrays if a.sharding.is_fully_replicated)
+    assert norms == sum(w.nbytes for w in weights(config).values() if w.ndim == 1)
+    assert sum(a.nbytes for a in arrays) == sum(w.nbytes for w in weights(config).values())
+    expected = (sum(a.nbytes for a in arrays) - norms) / 4 + norms
+    assert all(abs(n - expected) <= 0.02 * expected for n in held.values())
+
+
+def test_a_base_that_is_not_sharded_is_refused(sharded_demo):
+    replicated = jax.device_put(jnp.zeros((64, 64)), sharded_demo.sharding())
+    one_device = jax.device_put(jnp.zeros((64, 64)), jax.devices()[0])
+    for array in (replicated, one_device):
+        with pytest.raises(RuntimeError, match="not sharded over 4 devices"):
+            model._check_sharding([array], sharded_demo.mesh)
+
+
+# ---------------------------------------------------------------------------------------------------- adapters
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradient(m: Model, base, adapter, tokens, direction):
+    at = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+    return jax.grad(lambda x: (m.hidden(base, x, tokens, at, at * 0 + 1) * direction).sum())(adapter)
+
+
+def gradients(m: Model, adapter) -> dict[str, np.ndarray]:
+    tokens = jnp.asarray(random_tokens(), jnp.int32)
+    direction = jax.random.normal(jax.random.key(0), (*SHAPE, m.head.shape[1]))
+    return jax.device_get(gradient(m, m.base, adapter, tokens, direction))
+
+
+def beyond(path: str, array, rank: int) -> np.ndarray:
+    """The part of an adapter's array that a smaller rank leaves unused."""
+    return np.asarray(array)[..., rank:] if path.endswith("/a") else np.asarray(array)[rank:]
+
+
+FOUR = pytest.mark.parametrize(
+    ("config", "scan"), [(LLAMA, False), (LLAMA, True), (QWEN3, False), (QWEN3, True)],
+    ids=["llama-unrolled", "llama-scanned", "qwen3-unrolled", "qwen3-scanned"],
+)  # fmt: skip
+
+
+@FOUR
+def test_every_layer_of_every_kernel_gets_a_gradient_and_its_unused_columns_none(base, config, scan):
+    m = base(config, scan_layers=scan)
+    fresh = m.new_adapter(seed=0, rank=RANK)
+    assert {k.module for k in m.kernels} == {*ATTENTION, *MLP}
+    assert sum(len(k.hf_names) for k in m.kernels) == 7 * config["num_hidden_layers"]
+    for path, g in gradients(m, fresh).items():
+        assert not beyond(path, g, RANK).any()
+        used = np.moveaxis(g, 1, 0) if scan else g[None]  # [layers, ...]
+        assert all(layer.any() == path.endswith("/b") for layer in used)  # b = 0: nothing reaches a yet
+    for path, g in gradients(m, applied(m, random_adapter(m))).items():
+        assert g.any() and not beyond(path, g, RANK).any()
+
+
+def test_the_gradient_of_the_adapter_matches_finite_differences_of_the_float64_forward(base):
+    """One random direction in all of (a, b) at once."""
+    m, tokens, tensors = base(QWEN3), random_tokens(), weights(QWEN3)
+    adapter, step = random_adapter(m), random_adapter(m, seed=1)
+    targets = random_tokens(1)
+
+    def oracle_sum(t: float) -> float:
+        moved = {k: adapter[k].astype(float) + t * step[k] for k in adapter}
+        lp = oracle(QWEN3, merged(tensors, {k: v for k, v in m.to_peft(moved, rank=RANK).items()}, RANK), tokens)
+        return np.take_along_axis(lp, targets[..., None], -1).sum()
+
+    def model_sum(weights):
+        at = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
+        logits = m.hidden(m.base, m.scaled(weights, jnp.float32(ALPHA / RANK)), jnp.asarray(tokens), at, at * 0 + 1) @ m.head.T
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(targets)[..., None], -1).sum()
+
+    g = jax.device_get(jax.jit(jax.grad(model_sum))({k: jnp.asarray(v) for k, v in adapter.items()}))
+    slope = (oracle_sum(1e-4) - oracle_sum(-1e-4)) / 2e-4
+    assert sum((g[k] * step[k]).sum() for k in g) == pytest.approx(slope, rel=1e-3)
+
+
+@FOUR
+@pytest.mark.parametrize(("flags", "untrained"), [(dict(attn=False), ATTENTION), (dict(mlp=False), MLP)], ids=["mlp only", "attention only"])
+def test_modules_that_are_not_trained_are_zero_and_get_zero_gradients(base, config, scan, flags, untrained):
+    m = base(config, scan_layers=scan)
+    adapter = m.new_adapter(seed=0, rank=RANK, **flags)
+    adapter = {k: v + 0.1 if k.endswith("/b") and k.split("/")[-2] not in untrained else v for k, v in adapter.items()}
+    g = gradients(m, adapter)
+    for path in m.shapes:
+        out = path.split("/")[-2] in untrained
+        assert bool(np.asarray(adapter[path]).any()) != out and bool(g[path].any()) != out, path
+    names = {key.split(".")[-3] for key in m.to_peft(jax.device_get(adapter), rank=RANK)}
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert names == (attention if untrained == MLP else mlp)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_a_seed_gives_the_same_adapter_whatever_the_servers_largest_rank_and_mesh(base, scan):
+    small, large = base(QWEN3, scan_layers=scan), base(QWEN3, max_rank=32, scan_layers=scan)
+    four = base(QWEN3, devices=4, scan_layers=scan)
+    ours, theirs, sharded = (
+        m.to_peft(jax.device_get(m.new_adapter(seed=7, rank=5)), rank=5) for m in (small, large, four)
+    )
+    assert ours.keys() == theirs.keys() == sharded.keys()
+    for key, tensor in ours.items():
+        np.testing.assert_array_equal(tensor, theirs[key])
+        np.testing.assert_array_equal(tensor, sharded[key])
+    wider = small.to_peft(jax.device_get(small.new_adapter(seed=7, rank=MAX_RANK)), rank=5)
+    assert all(np.array_equal(tensor, wider[key]) for key, tensor in ours.items())  # a smaller rank is its first rows
+
+
+def test_a_fresh_adapter_is_uniform_in_a_and_zero_in_b(base):
+    m = base(LLAMA, max_rank=32)
+    adapter = jax.device_get(m.new_adapter(seed=3, rank=32))
+    for path, array in adapter.items():
+        limit = array.shape[0] ** -0.5
+        if path.endswith("/b"):
+            assert not array.any()
+        else:
+            assert array.dtype == np.float32 and 0.98 * limit < np.abs(array).max() <= limit
+            assert array.std() == pytest.approx(limit / 3**0.5, rel=0.05)
+    drawn = [a.tobytes() for path, a in adapter.items() if path.endswith("/a")]
+    assert len(set(drawn)) == len(drawn)  # no two matrices are alike
+    other = jax.device_get(m.new_adapter(seed=4, rank=32))
+    assert all(not np.array_equal(adapter[path], other[path]) for path in adapter if path.endswith("/a"))
+
+
+def test_ranks_and_seeds_compile_nothing_after_the_first_adapter(base, compilations):
+    m = base(QWEN3)
+    jax.block_until_ready([m.new_adapter(seed=0, rank=1), m.zeros()])
+    before = compilations()
+    jax.block_until_ready([m.new_adapter(seed=seed, rank=rank) for seed, rank in ((1, 2), (2**40, 8), (-1, 3))] + [m.zeros()])
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("rank", [0, -1, MAX_RANK + 1])
+def test_a_rank_outside_the_servers_range_is_refused(base, rank):
+    with pytest.raises(ValueError, match=re.escape(f"lora_config.rank is {rank}; this server takes 1..{MAX_RANK}")):
+        base(QWEN3).new_adapter(seed=0, rank=rank)
+
+
+@FOUR
+def test_peft_tensors_read_back_as_the_adapter_they_were_written_from(base, config, scan):
+    m = base(config | SIZES["4 heads of 32 share 2"], scan_layers=scan)
+    adapter = random_adapter(m)
+    tensors = m.to_peft(adapter, rank=RANK)
+    q = "base_model.model.model.layers.1.self_attn.q_proj.lora"
+    assert tensors[f"{q}_A.weight"].shape == (RANK, 48) and tensors[f"{q}_B.weight"].shape == (128, RANK)
+    assert len(tensors) == 2 * 7 * config["num_hidden_layers"]
+    assert {(t.dtype, t.flags.c_contiguous) for t in tensors.values()} == {(np.dtype(np.float32), True)}
+    back = m.from_peft(tensors)
+    for path, array in adapter.items():
+        # Llama's query is scaled by 1/sqrt(head_dim) and back, which costs an ulp; everything else is only moved.
+        np.testing.assert_allclose(back[path], array, rtol=2e-7 if config is LLAMA and "query" in path else 0, atol=0)
+
+
+def test_a_peft_adapter_of_some_modules_leaves_the_others_zero(base):
+    m = base(QWEN3)
+    tensors = {k: v for k, v in m.to_peft(random_adapter(m), rank=RANK).items() if "layers.1.mlp.up_proj" in k}
+    assert {path for path, array in m.from_peft(tensors).items() if array.any()} == {"layers_1/mlp/wi_1/a", "layers_1/mlp/wi_1/b"}
+
+
+def test_the_peft_config_names_the_rank_the_scale_and_every_module(base):
+    config = base(QWEN3).peft_config(rank=5)
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 5, ALPHA)
+    assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+UP = "base_model.model.model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"base_model.model.lm_head.lora_A.weight": np.zeros((3, 48))}, "lm_head.lora_A.weight matches no module"),
+        ({"base_model.model.model.layers.2.mlp.up_proj.lora_A.weight": np.zeros((3, 48))}, "layers.2.mlp.up_proj.lora_A.weight matches no"),
+        ({f"{UP}.lora_magnitude_vector": np.zeros(72)}, "up_proj.lora_magnitude_vector matches no module"),
+        ({f"{UP}.lora_A.weight": np.zeros((3, 47))}, f"{UP}.lora_A.weight and lora_B have shapes (3, 47) and (72, 3)"),
+        ({f"{UP}.lora_B.weight": np.zeros((3, 72))}, f"{UP}.lora_A.weight and lora_B have shapes (3, 48) and (3, 72)"),
+        ({f"{UP}.lora_B.weight": np.zeros((72, 2))}, f"{UP}.lora_A.weight and lora_B have shapes (3, 48) and (72, 2)"),
+        ({f"{UP}.lora_A.weight": np.zeros((9, 48)), f"{UP}.lora_B.weight": np.zeros((72, 9))}, "(8 at most, 48) and (72, the same rank)"),
+        ({f"{UP}.lora_B.weight": None}, f"{UP}.lora_A.weight and lora_B have shapes (3, 48) and (0,)"),
+        ({f"{UP}.lora_A.weight": None}, f"{UP}.lora_A.weight and lora_B have shapes (0,) and (72, 3)"),
+        ({f"{UP}.lora_A.weight": np.zeros(())}, f"{UP}.lora_A.weight and lora_B have shapes () and (72, 3)"),
+    ],
+)  # fmt: skip
+def test_foreign_peft_tensors_are_refused_by_name(base, change, message):
+    m = base(QWEN3)
+    tensors = m.to_peft(random_adapter(m), rank=RANK) | change
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        m.from_peft({key: tensor for key, tensor in tensors.items() if tensor is not None})
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def refusal(root, directory, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        load(ModelConfig(model=str(directory), **options), state_dir=root, devices=jax.devices()[:1])
+    assert "\n" not in str(error.value), str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (QWEN3, dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not served (accepted: Qwen3ForCausalLM, Llama"),
+        (QWEN3, dict(architectures=[]), "architecture none is not served"),
+        (QWEN3, dict(attention_bias=True), "attention_bias is True; this server computes only False"),
+        (LLAMA, dict(mlp_bias=True), "mlp_bias is True; this server computes only False"),
+        (QWEN3, dict(use_sliding_window=True), "use_sliding_window is True"),
+        (LLAMA, dict(hidden_act="gelu"), "hidden_act is 'gelu'; this server computes only 'silu'"),
+        (LLAMA, dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}"),
+        (LLAMA, dict(rope_scaling={"type": "linear", "factor": 2}), "rope_type 'linear' is not served (accepted: default, llama3)"),
+        (QWEN3, dict(rope_parameters={"rope_type": "yarn", "factor": 4}), "rope_type 'yarn' is not served"),
+        (LLAMA, dict(rope_scaling=LLAMA3_ROPE["rope_scaling"] | {"factor": 32}), "are not Llama 3.1's"),
+        (QWEN3, LLAMA3_ROPE, "rope"),
+    ],
+)  # fmt: skip
+def test_a_model_that_would_be_computed_wrongly_is_refused_in_one_line(tmp_path, family, change, message):
+    write(tmp_path, family | change, {})
+    assert message in (line := refusal(tmp_path, tmp_path)) and "config.json" in line
+
+
+def test_a_path_that_is_not_there_is_refused_in_one_line(tmp_path):
+    line = refusal(tmp_path, tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in line and "demo" in line and "Hugging Face directory" in line
+    assert "nowhere" in refusal(tmp_path, "./nowhere") and "nowhere" in refusal(tmp_path, "nowhere")
+
+
+def test_a_hub_name_without_a_network_is_refused_in_one_line(tmp_path):
+    assert "nobody/nothing is neither a directory nor could it be fetched" in refusal(tmp_path, "nobody/nothing")
+
+
+def test_a_directory_without_a_config_is_refused_in_one_line(tmp_path):
+    assert f"{tmp_path} has no config.json" in refusal(tmp_path, tmp_path)
+
+
+def test_a_config_that_is_not_json_is_refused_in_one_line_that_names_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3')
+    assert "config.json" in refusal(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads"])
+def test_a_config_without_a_size_is_refused_in_one_line_that_names_it(tmp_path, key):
+    write(tmp_path, {k: v for k, v in LLAMA.items() if k not in (key, "head_dim")}, weights(LLAMA))
+    assert key in refusal(tmp_path, tmp_path)
+
+
+def test_a_directory_without_weights_is_refused_in_one_line(tmp_path):
+    write(tmp_path, QWEN3, {})
+    assert "tensor" in refusal(tmp_path, tmp_path)  # an empty file
+    (tmp_path / "model.safetensors").unlink()
+    assert f"{tmp_path} has no *.safetensors file" in refusal(tmp_path, tmp_path)
+
+
+def test_a_missing_file_of_a_sharded_checkpoint_is_refused_in_one_line(tmp_path):
+    split_checkpoint(write(tmp_path, QWEN3, weights(QWEN3)))
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert "weight file model-00002-of-00002.safetensors is missing (1 of 2" in refusal(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, -1])
+def test_a_truncated_weight_file_is_refused_in_one_line(tmp_path, kept):
+    file = write(tmp_path, QWEN3, weights(QWEN3)) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"{file} is not a whole safetensors file" in refusal(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_a_tensor_that_is_missing_or_misshapen_is_refused_by_name(tmp_path, family, scan, name):
+    tensors = weights(family)
+    wrong = np.zeros([n + 1 for n in tensors[name].shape], np.float32)
+    write(tmp_path, family, tensors | {name: wrong})
+    assert f"{name} has shape" in (line := refusal(tmp_path, tmp_path, scan_layers=scan)) and str(wrong.shape) in line
+    write(tmp_path, family, {k: v for k, v in tensors.items() if k != name})
+    assert f"tensor {name} is in none of its weight files" in refusal(tmp_path, tmp_path, scan_layers=scan)
+
+
+def test_a_transposed_square_or_reshapeable_tensor_is_refused(tmp_path):
+    """(72, 48) and (48, 72) have as many numbers: a reshape would take either."""
+    tensors = weights(LLAMA)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        write(tmp_path, LLAMA, tensors | {name: np.ascontiguousarray(tensors[name].T)})
+        assert f"{name} has shape" in refusal(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(("option", "value"), [("dtype", "float8"), ("max_rank", 0), ("remat", "sometimes")])
+def test_a_flag_out_of_its_range_is_refused_in_one_line_that_names_it(root, base, option, value):
+    line = refusal(root, base(QWEN3).directory, **{option: value})
+    assert option.replace("_", "-") in line.replace("_", "-") and str(value) in line
+
+
+# ---------------------------------------------------------------------------------------------------- the demo model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(write_demo(root / "demo"))
+
+
+def test_the_demo_is_written_once_and_always_the_same(tmp_path):
+    one, two = write_demo(tmp_path / "one"), write_demo(tmp_path / "two")
+    assert {f.name for f in one.iterdir()} == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {f.name: f.read_bytes() for f in one.iterdir()} == {f.name: f.read_bytes() for f in two.iterdir()}
+    assert {f.name for f in tmp_path.iterdir()} == {"one", "two"}
+    written = (one / "model.safetensors").stat().st_mtime_ns
+    assert write_demo(tmp_path / "one") == one and (one / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_the_demo_runs_under_its_name(demo):
+    assert (demo.name, demo.vocab_size, demo.dtype, demo.fsdp) == ("demo", 264, jnp.float32, 1)
+    tokens = np.random.default_rng(0).integers(0, 264, SHAPE)
+    want = oracle(model.DEMO_CONFIG, load_file(demo.directory / "model.safetensors"), tokens)
+    np.testing.assert_allclose(logprobs(demo, demo.zeros(), tokens), want, atol=1e-4, rtol=0)
+
+
+def test_the_demo_tokenizer_has_the_models_vocabulary(tokenizer):
+    assert len(tokenizer) == model.DEMO_CONFIG["vocab_size"] == 264
+    assert sorted(tokenizer.get_vocab().values()) == list(range(264))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 258, 259)
+
+
+@given(st.text())
+@example("naïve 日本語 👩🏽‍🚀 \x00\r\n\t  . , 's n't ")
+@example("<|im_start|>user\nhi<|im_end|>\n")
+def test_any_text_comes_back_from_the_demo_tokenizer(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="<", exclude_categories=["Cs"])))
+def test_a_token_of_the_demo_is_a_byte(tokenizer, text):
+    assert len(tokenizer.encode(text)) == len(text.encode())
+
+
+def test_the_demo_chat_template_marks_turns(tokenizer):
+    messages = [dict(role="user", content="2+2?"), dict(role="assistant", content="4")]
+    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
+    prompted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(prompted) == text + "<|im_start|>assistant\n"
