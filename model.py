@@ -1,19 +1,19 @@
-"""A Hugging Face directory becomes a frozen MaxText model on a mesh; a LoRA adapter becomes a dict of arrays and a PEFT folder.
+"""A Hugging Face directory becomes a frozen MaxText model on a mesh, a LoRA adapter a dict of arrays and a PEFT folder.
 
-    config.json, *.safetensors -> [model] -> hidden states -> losses        (trainer: one adapter, whole tiles)
-                                          -> hidden states -> logits        (sampler: an adapter a slot, one token at a time)
-    adapter --to_peft--> adapter_model.safetensors --from_peft--> adapter   (where trainer and sampler meet)
+    config.json, *.safetensors -> [model] -> hidden states -> losses   trainer: one adapter, whole tiles
+                                          -> hidden states -> logits   sampler: an adapter a slot, one token at a time
+    adapter -> to_peft -> adapter_model.safetensors -> from_peft -> adapter   where trainer and sampler meet
 
 Invariants
-  1. The base is built abstractly and filled leaf by leaf, each straight into its shards: no second copy, no random weights first.
+  1. The base is built abstractly and filled leaf by leaf, each straight into its shards: no second copy of it.
   2. The head is kept [V, D], apart from the model: nothing here ever forms logits over a whole tile.
-  3. An adapter is `dict[path, float32 array]`, every one of the same shapes: zero columns beyond its rank, zero matrices in modules
-     that it does not train. Zero columns get zero gradients, so they stay zero: rank and module flags need no mask anywhere.
-  4. Names, transposes, head layouts and pre-scaled kernels are read off MaxText's own import hooks, never written again here.
+  3. An adapter is `dict[path, float32 array]`, all of the same shapes: zero columns beyond its rank, zero matrices in
+     modules that it does not train. Their gradients are zero too, so they stay so: no mask is needed anywhere.
+  4. Names, transposes, head layouts and pre-scaled kernels are read off MaxText's import hooks, not written again.
 
 Left out: mixture of experts, multimodal inputs, training of the unembedding.
 Run: `uv run model.py demo` writes the demo model as a Hugging Face directory.
-Read first: maxtext/checkpoint_conversion/utils/param_mapping.py (the names), qwix's LoraProvider (what it intercepts).
+Read first: maxtext/checkpoint_conversion/utils/param_mapping.py (names), qwix's LoraProvider (what it intercepts).
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ log = logging.getLogger("model")
 ALPHA = 32.0  # every Tinker adapter's lora_alpha; its effect is scaled by ALPHA / rank
 DEMO = "demo"
 ATTENTION, MLP = ("query", "key", "value", "out"), ("wi_0", "wi_1", "wo")
-# Hugging Face architecture -> the MaxText family whose decoder block and weight names it has, and what that family needs said.
+# Hugging Face architecture -> the MaxText family whose decoder block and weight names it has, and what that family
+# needs said.
 FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3-0.6b", {}),
     "LlamaForCausalLM": ("llama3.1-8b", {"rope_type": "llama3.1", "rope_use_scale": False}),
@@ -63,9 +65,11 @@ class ModelConfig:
 
 
 class Hidden(nnx.Module):
-    """Token ids -> normalised hidden states. qwix intercepts only the call of the module it was applied to, so this wraps the base first."""
+    """Token ids -> normalised hidden states. qwix intercepts only the call of the module it was applied to, so this
+    wraps the base first.
+    """
 
-    def __init__(self, base: nnx.Module):
+    def __init__(self, base: Any):  # maxtext's Transformer
         self.base = base
         base.decoder.apply_output_head = _no_logits
 
@@ -81,7 +85,9 @@ def _no_logits(shared_embedding, hidden, *_, **__):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """How one adapted matrix of the model stands in the Hugging Face model: the latter's rows are w[perm] = kernel.T / scale."""
+    """How one adapted matrix of the model stands in the Hugging Face model: the latter's rows are w[perm] = kernel.T /
+    scale.
+    """
 
     path: str  # "layers_0/self_attention/query"
     hf_names: tuple[str, ...]  # one a layer that the path stacks; "model.layers.0.self_attn.q_proj"
@@ -105,11 +111,11 @@ class Model:
     mesh: Mesh
     rules: tuple  # MaxText's logical axis rules, needed wherever the model is traced
     graph: nnx.GraphDef
-    base: nnx.State  # frozen, sharded over fsdp
+    base: Any  # frozen, sharded over fsdp
     head: Float[Array, "V D"]  # the embedding itself where the two are tied
     kernels: tuple[Kernel, ...]
     shapes: dict[str, tuple[int, ...]]  # of an adapter's arrays
-    lora_tree: jax.tree_util.PyTreeDef
+    lora_tree: Any  # a PyTreeDef
 
     @property
     def vocab_size(self) -> int:
@@ -132,9 +138,13 @@ class Model:
         return nnx.merge(self.graph, lora, base, copy=True)
 
     def hidden(
-        self, base: nnx.State, adapter: Adapter, tokens: Int[Array, "B T"], positions: Int[Array, "B T"],
+        self,
+        base: nnx.State,
+        adapter: Adapter,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
-    ) -> Float[Array, "B T D"]:  # fmt: skip
+    ) -> Float[Array, "B T D"]:
         """Final normalised hidden states of packed rows; segments of a row do not see each other."""
         with self.tracing():
             return self.module(base, adapter)(tokens, positions, segment_ids)
@@ -145,7 +155,9 @@ class Model:
         return logical_axis_rules(self.rules)
 
     def scaled(self, adapter: Adapter, scale: Float[Array, ""]) -> Adapter:
-        """The adapter as the model applies it: b times alpha / rank, both in the base's dtype (the masters stay float32)."""
+        """The adapter as the model applies it: b times alpha / rank, both in the base's dtype (the masters stay
+        float32).
+        """
         return {k: (v * scale if k.endswith("/b") else v).astype(self.dtype) for k, v in adapter.items()}
 
     def new_adapter(self, *, seed: int, rank: int, attn: bool = True, mlp: bool = True) -> Adapter:
@@ -177,7 +189,9 @@ class Model:
         return tensors
 
     def from_peft(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The inverse of `to_peft`, padded with zeros to max_rank. Every key must be known, every shape must fit: ValueError names the first that does not."""
+        """The inverse of `to_peft`, padded with zeros to max_rank. Every key must be known, every shape must fit:
+        ValueError names the first that does not.
+        """
         left, adapter = dict(tensors), {path: np.zeros(shape, np.float32) for path, shape in self.shapes.items()}
         for kernel in self.kernels:
             a, b = adapter[f"{kernel.path}/a"], adapter[f"{kernel.path}/b"]
@@ -204,8 +218,18 @@ class Model:
 
     def peft_config(self, *, rank: int) -> dict:
         names = sorted({name.rsplit(".", 1)[1] for kernel in self.kernels for name in kernel.hf_names})
-        return dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=ALPHA, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
-                    target_modules=names, base_model_name_or_path=self.name, inference_mode=True)  # fmt: skip
+        return dict(
+            peft_type="LORA",
+            task_type="CAUSAL_LM",
+            r=rank,
+            lora_alpha=ALPHA,
+            lora_dropout=0.0,
+            bias="none",
+            fan_in_fan_out=False,
+            target_modules=names,
+            base_model_name_or_path=self.name,
+            inference_mode=True,
+        )
 
 
 def check_rank(rank: int, max_rank: int) -> None:
@@ -234,7 +258,7 @@ def _zeros(model: Model) -> Adapter:
     return jax.lax.with_sharding_constraint(zeros, model.sharding())
 
 
-# ---------------------------------------------------------------------------------------------------- from a directory to a Model
+# ---- from a directory to a Model
 
 
 def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -> Model:
@@ -264,18 +288,28 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
         [(path, leaf.replace(fill(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(params)]
     )
     if cfg.logits_via_embedding:
-        head = base["base"]["token_embedder"]["embedding"].get_value()
+        head = nnx.to_pure_dict(base)["base"]["token_embedder"]["embedding"]
     else:
         spec = PartitionSpec("fsdp" if cfg.vocab_size % mesh.shape["fsdp"] == 0 else None, None)
         shape = jax.ShapeDtypeStruct(
             (cfg.vocab_size, cfg.emb_dim), cfg.weight_dtype, sharding=NamedSharding(mesh, spec)
         )
-        head = _place(tensors, "lm_head.weight", None, shape, None)
+        head = _place(tensors, "lm_head.weight", None, shape)
     _check_sharding([*jax.tree.leaves(base), head], mesh)
     return Model(
-        name=config.model, directory=directory, hf_config=hf_config, config=config, mesh=mesh, rules=tuple(cfg.logical_axis_rules),
-        graph=graph, base=base, head=head, kernels=kernels, shapes=shapes, lora_tree=jax.tree.structure(lora),
-    )  # fmt: skip
+        name=config.model,
+        directory=directory,
+        hf_config=hf_config,
+        config=config,
+        mesh=mesh,
+        rules=tuple(cfg.logical_axis_rules),
+        graph=graph,
+        base=base,
+        head=head,
+        kernels=kernels,
+        shapes=shapes,
+        lora_tree=jax.tree.structure(lora),
+    )
 
 
 def resolve(name: str, state_dir: Path) -> Path:
@@ -286,7 +320,8 @@ def resolve(name: str, state_dir: Path) -> Path:
         return Path(name).resolve()
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise ValueError(
-            f"no such model directory: {name} (accepted: a Hugging Face directory, a hub name such as Qwen/Qwen3-0.6B, or {DEMO})"
+            f"no such model directory: {name} "
+            f"(accepted: a Hugging Face directory, a hub name such as Qwen/Qwen3-0.6B, or {DEMO})"
         )
     import huggingface_hub
 
@@ -310,8 +345,13 @@ def read_config(directory: Path) -> dict:
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"{path}: architecture {architecture} is not served (accepted: {', '.join(FAMILIES)})")
-    for key, accepted in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-                          "quantization_config": None}.items():  # fmt: skip
+    for key, accepted in {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "quantization_config": None,
+    }.items():
         if config.get(key, accepted) != accepted:
             raise ValueError(f"{path}: {key} is {config[key]!r}; this server computes only {accepted!r}")
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -330,27 +370,46 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
     from maxtext.utils import maxtext_utils
 
     family, extra = FAMILIES[hf["architectures"][0]]
-    options = dict(
-        model_name=family, override_model_config=True, base_emb_dim=hf["hidden_size"], base_num_query_heads=hf["num_attention_heads"],
-        base_num_kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"], base_mlp_dim=hf["intermediate_size"],
-        base_num_decoder_layers=hf["num_hidden_layers"], vocab_size=hf["vocab_size"], rope_max_timescale=int(hf["rope_theta"]),
-        normalization_layer_epsilon=hf["rms_norm_eps"], logits_via_embedding=hf.get("tie_word_embeddings", False),
+    options: dict[str, Any] = dict(
+        model_name=family,
+        override_model_config=True,
+        base_emb_dim=hf["hidden_size"],
+        base_num_query_heads=hf["num_attention_heads"],
+        base_num_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf["head_dim"],
+        base_mlp_dim=hf["intermediate_size"],
+        base_num_decoder_layers=hf["num_hidden_layers"],
+        vocab_size=hf["vocab_size"],
+        rope_max_timescale=int(hf["rope_theta"]),
+        normalization_layer_epsilon=hf["rms_norm_eps"],
+        logits_via_embedding=hf.get("tie_word_embeddings", False),
         **extra | ({"rope_use_scale": True} if hf["rope_type"] == "llama3" else {}),
-        dtype=dtype, weight_dtype=dtype, scan_layers=scan, remat_policy=remat,
+        dtype=dtype,
+        weight_dtype=dtype,
+        scan_layers=scan,
+        remat_policy=remat,
         attention="autoselected" if devices[0].platform == "tpu" else "dot_product",
-        ici_fsdp_parallelism=len(devices), per_device_batch_size=1, max_target_length=hf["max_position_embeddings"],
-        skip_jax_distributed_system=True, enable_checkpointing=False, log_config=False, run_name="tinker", base_output_directory="unused",
+        ici_fsdp_parallelism=len(devices),
+        per_device_batch_size=1,
+        max_target_length=hf["max_position_embeddings"],
+        skip_jax_distributed_system=True,
+        enable_checkpointing=False,
+        log_config=False,
+        run_name="tinker",
+        base_output_directory="unused",
         jax_cache_dir=jax.config.jax_compilation_cache_dir or "",  # it would set its own otherwise
-    )  # fmt: skip
+    )
     try:
-        cfg = pyconfig.initialize(["", os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")], **options)
+        cfg = pyconfig.initialize(["", str(Path(pyconfig.__file__).with_name("base.yml"))], **options)
     except SystemExit as error:  # it prints 9 KB and exits on a key it does not know
         raise RuntimeError("MaxText refused the configuration printed above") from error
     return cfg, maxtext_utils.get_mesh_from_config(cfg, devices)
 
 
 def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """The wrapped model with LoRA as shapes and shardings: (graph, adapter, frozen parameters); nothing is allocated."""
+    """The wrapped model with LoRA as shapes and shardings: (graph, adapter, frozen parameters); nothing is
+    allocated.
+    """
     import qwix
     from flax.core.spmd import logical_axis_rules
     from maxtext.utils import model_creation_utils, sharding
@@ -361,7 +420,7 @@ def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.
 
     def build():
         ids = jnp.zeros((mesh.size, 1), jnp.int32)
-        model = qwix.apply_lora_to_model(Hidden(create()), provider, ids, ids, ids + 1, rngs=nnx.Rngs(0))
+        model: Any = qwix.apply_lora_to_model(Hidden(create()), provider, ids, ids, ids + 1, rngs=nnx.Rngs(0))
         for _, node in list(nnx.iter_graph(model)):
             for name in (
                 "qwix_rngs",
@@ -383,31 +442,34 @@ def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.
 
 
 def _adapter_path(path: tuple) -> str:
-    """('base', 'decoder', 'layers_0', 'self_attention', 'query', 'kernel_lora_a') -> 'layers_0/self_attention/query/a'"""
+    """('base', 'decoder', 'layers_0', 'self_attention', 'query', 'kernel_lora_a') ->
+    'layers_0/self_attention/query/a'
+    """
     return "/".join([*map(str, path[2:-1]), path[-1][-1]])
 
 
 def _kernels(sources: dict, hooks: dict, shapes: dict, params: nnx.State, scan: bool) -> tuple[Kernel, ...]:
-    """Ask MaxText's import hook what it does to a matrix: fed ones it answers the scale, fed row numbers the permutation."""
-    kernels, flat, memo = [], {_path[2:-1]: leaf for _path, leaf in nnx.to_flat_state(params)}, {}
+    """Where every adapted matrix stands in the Hugging Face model; layers share what their module's hook does."""
+    kernels, flat, memo = [], {path[2:-1]: leaf.shape for path, leaf in nnx.to_flat_state(params)}, {}
     for path in (key.removesuffix("/a") for key in shapes if key.endswith("/a")):
         parts = tuple(path.split("/"))
         key = "-".join(["params", "decoder", *parts, "kernel"])
-        names = sources[key] if scan else [sources[key]]
-        rows, columns = shapes[f"{path}/b"][-1], shapes[f"{path}/a"][0]
         if parts[-1] not in memo:
-            shape = list(flat[parts].shape)
-            if scan:
-                del shape[1]
-            probe = lambda matrix: _hooked(matrix.astype(np.float32), tuple(shape), hooks.get(key)).reshape(
-                columns, rows
-            )[0]  # noqa: B023
-            scale = float(probe(np.ones((rows, columns)))[0])
-            numbers = probe(np.repeat(np.arange(rows)[:, None], columns, axis=1)) / scale
-            memo[parts[-1]] = np.rint(numbers).astype(np.int64), scale
-        hf_names = tuple(name.removesuffix(".weight") for name in names)
-        kernels.append(Kernel(path, hf_names, scan, *memo[parts[-1]]))
+            shape = flat[parts][:1] + flat[parts][2:] if scan else flat[parts]  # of one layer
+            memo[parts[-1]] = _probe(
+                hooks.get(key), shape, rows=shapes[f"{path}/b"][-1], columns=shapes[f"{path}/a"][0]
+            )
+        names = sources[key] if scan else [sources[key]]
+        kernels.append(Kernel(path, tuple(name.removesuffix(".weight") for name in names), scan, *memo[parts[-1]]))
     return tuple(kernels)
+
+
+def _probe(hook, shape: tuple[int, ...], *, rows: int, columns: int) -> tuple[np.ndarray, float]:
+    """What MaxText's import hook does to a matrix: fed ones it answers its scale, fed row numbers its permutation."""
+    first = lambda matrix: _hooked(matrix.astype(np.float32), shape, hook).reshape(columns, rows)[0]
+    scale = float(first(np.ones((rows, columns)))[0])
+    numbers = first(np.repeat(np.arange(rows)[:, None], columns, axis=1)) / scale
+    return np.rint(numbers).astype(np.int64), scale
 
 
 def _hooked(tensor: np.ndarray, shape: tuple[int, ...], hook: Callable | list | None) -> np.ndarray:
@@ -416,9 +478,7 @@ def _hooked(tensor: np.ndarray, shape: tuple[int, ...], hook: Callable | list | 
     return np.asarray(apply_hook_fns(tensor, shape, hook))
 
 
-def _place(
-    tensors: "Tensors", source: str | list[str], hook, leaf: jax.ShapeDtypeStruct, scan_axis: int | None
-) -> Array:
+def _place(tensors: "Tensors", source: str | list[str], hook, leaf: jax.ShapeDtypeStruct, scan_axis: int = 0) -> Array:
     """One leaf of the base, from its tensors to its shards; the host holds one leaf at a time."""
     stacked = isinstance(source, list)
     shape = leaf.shape[:scan_axis] + leaf.shape[scan_axis + 1 :] if stacked else leaf.shape
@@ -442,12 +502,13 @@ class Tensors:
             self.files = {
                 name: path.name
                 for path in sorted(directory.glob("*.safetensors"))
-                for name in self._open(path.name).keys()
-            }  # noqa: SIM118
+                for name in self._open(path.name).keys()  # noqa: SIM118 - it is no dict
+            }
         missing = sorted({file for file in self.files.values() if not (directory / file).is_file()})
         if missing:
             raise ValueError(
-                f"{directory}: weight file {missing[0]} is missing ({len(missing)} of {len(set(self.files.values()))} named by the index)"
+                f"{directory}: weight file {missing[0]} is missing "
+                f"({len(missing)} of {len(set(self.files.values()))} named by the index)"
             )
         if not self.files:
             raise ValueError(f"{directory} has no *.safetensors file (other weight formats are not read)")
@@ -481,7 +542,7 @@ def _check_sharding(arrays: list[Array], mesh: Mesh) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------- the demo model
+# ---- the demo model
 
 DEMO_SPECIAL = (
     "<|endoftext|>",
@@ -494,11 +555,27 @@ DEMO_SPECIAL = (
     "<|extra_3|>",
 )
 DEMO_CONFIG = dict(
-    architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=256 + len(DEMO_SPECIAL), hidden_size=128, intermediate_size=256,
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, hidden_act="silu", rms_norm_eps=1e-6,
-    rope_theta=10_000.0, max_position_embeddings=2048, tie_word_embeddings=False, attention_bias=False, use_sliding_window=False,
-    torch_dtype="float32", bos_token_id=256, eos_token_id=258, initializer_range=0.02,
-)  # fmt: skip
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=256 + len(DEMO_SPECIAL),
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    use_sliding_window=False,
+    torch_dtype="float32",
+    bos_token_id=256,
+    eos_token_id=258,
+    initializer_range=0.02,
+)
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -506,7 +583,9 @@ CHAT_TEMPLATE = (
 
 
 def write_demo(directory: Path) -> Path:
-    """A tiny Qwen3 with random weights (always the same) and a byte-level tokenizer of equal vocabulary, as a real Hugging Face directory."""
+    """A tiny Qwen3 with random weights (always the same) and a byte-level tokenizer of equal vocabulary, as a real
+    Hugging Face directory.
+    """
     if (directory / "config.json").is_file():
         return directory.resolve()
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -537,13 +616,23 @@ def write_demo(directory: Path) -> Path:
 
 
 def random_weights(config: Mapping, *, seed: int, dtype=np.float32) -> dict[str, np.ndarray]:
-    """Tensors by their Hugging Face names for a Qwen3 or Llama config: kernels N(0, 1/in), embeddings N(0, 1), norms one."""
+    """Tensors by their Hugging Face names for a Qwen3 or Llama config: kernels N(0, 1/in), embeddings N(0, 1), norms
+    one.
+    """
     rng, c = np.random.default_rng(seed), config
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     dim, inner = c["hidden_size"], c["intermediate_size"]
-    layer = {"self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, q),
-             "mlp.gate_proj": (inner, dim), "mlp.up_proj": (inner, dim), "mlp.down_proj": (dim, inner),
-             "input_layernorm": (dim,), "post_attention_layernorm": (dim,)}  # fmt: skip
+    layer = {
+        "self_attn.q_proj": (q, dim),
+        "self_attn.k_proj": (kv, dim),
+        "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, q),
+        "mlp.gate_proj": (inner, dim),
+        "mlp.up_proj": (inner, dim),
+        "mlp.down_proj": (dim, inner),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
     if c["model_type"] == "qwen3":
         layer |= {"self_attn.q_norm": (c["head_dim"],), "self_attn.k_norm": (c["head_dim"],)}
     shapes = {

@@ -1,18 +1,19 @@
 """The sampler: published adapter folders in, sampled tokens with their log-probabilities out.
 
-    save_weights_for_sampler -> folder -> [load] ... asample -> [prefill -> decode, decode, ...] -> tokens, log-probs -> client grades
+    save_weights_for_sampler -> folder -> [load] .. asample -> [prefill -> decode, decode, ..] -> tokens, log-probs
 
-`EmbeddedEngine` samples in the trainer's own process on its own base weights: continuous batching over a KV cache of fixed shape.
-Three programs: `prefill` reads one chunk of one prompt, `insert` copies the prefilled row and its adapter into slots, `decode`
-advances every slot by one token. Each slot carries its own copy of its adapter, so any mix of adapters decodes in one step.
+`EmbeddedEngine` samples in the trainer's own process on its own base: continuous batching over a KV cache of fixed
+shape. Three programs: `prefill` reads one chunk of one prompt, `insert` copies the prefilled row and its adapter into
+slots, `decode` advances every slot by one token. A slot carries its own copy of its adapter, so any mix of adapters
+decodes in one step.
 
 Invariants
-  1. An adapter is known by its folder, which is never rewritten: a request samples the version it named, whatever is trained meanwhile.
+  1. An adapter is known by its folder, which is never rewritten: a request samples the version that it named.
   2. Returned log-probs are the model's own (no temperature, no truncation): what importance sampling divides by.
   3. A request's tokens depend on its seed and position alone, not on what shares its batch.
-  4. Shapes are fixed at start: no request compiles anything. An engine failure fails the requests in flight, never the thread.
+  4. Shapes are fixed at start: no request compiles anything. A failure fails the requests in flight, not the thread.
 
-Left out: paged attention, prefix sharing between requests, speculative decoding: vLLM's business (a fleet behind router.py is the next issue).
+Left out: paged attention, prefix sharing between requests: vLLM's business (a fleet behind router.py is to come).
 Run: `uv run server.py` starts it.    Read first: `EmbeddedEngine.step`.
 """
 
@@ -31,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from safetensors.numpy import load_file
 
@@ -40,7 +40,6 @@ from model import Adapter, Model
 log = logging.getLogger("sampler")
 
 MAX_TOPK = 32  # the most alternatives a token that a client may ask for: the width of one compiled top-k
-NO_TOKEN = (0, np.nan)  # stands at prompt position 0, which nothing predicts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +71,7 @@ class Request(Protocol):
     num_samples: int
     params: Any  # SamplingParams
     prompt_logprobs: bool
+    prompt_logprobs_last_n: int | None  # None: all
     topk_prompt_logprobs: int
     topk_sample_logprobs: int
 
@@ -98,7 +98,7 @@ class Overloaded(RuntimeError):
     """The queue is full: come back later."""
 
 
-# ---------------------------------------------------------------------------------------------------- the model with a memory
+# ---- the model with a memory
 
 
 class CachedAttention(nnx.Module):
@@ -131,9 +131,9 @@ def with_cache(model: Model, context: int) -> tuple[nnx.GraphDef, nnx.State]:
         module = model.module(model.base, model.zeros())
         config = module.base.config
         layers = (config.num_decoder_layers,) if config.scan_layers else ()
-        for _, node in list(nnx.iter_graph(module)):
-            if isinstance(node, Attention):
-                node.attention_op = CachedAttention(node.attention_op, context, layers)
+        attentions: list[Any] = [node for _, node in nnx.iter_graph(module) if isinstance(node, Attention)]
+        for attention in attentions:
+            attention.attention_op = CachedAttention(attention.attention_op, context, layers)
         return module
 
     graph, cache, *_ = nnx.split(nnx.eval_shape(build), nnx.Cache, nnx.LoRAParam, ...)
@@ -149,14 +149,16 @@ def truncate(logits: Float[Array, "V"], top_k: Int[Array, ""], top_p: Float[Arra
 
 
 def top_logprobs(wanted, logprobs: Float[Array, "n V"]) -> tuple[Int[Array, "n K"], Float[Array, "n K"]]:
-    k = min(MAX_TOPK, logprobs.shape[1])
+    k = MAX_TOPK  # every vocabulary is larger
     none = lambda: (jnp.zeros((len(logprobs), k), jnp.float32), jnp.zeros((len(logprobs), k), jnp.int32))
     values, ids = jax.lax.cond(wanted, lambda: tuple(jax.lax.top_k(logprobs, k)), none)
     return ids, values
 
 
 def programs(model: Model, graph: nnx.GraphDef):
-    """(prefill, insert, decode), compiled once each. `row` is the cache of one sequence, `slots` = (rows, adapters) stacked."""
+    """(prefill, insert, decode), compiled once each. `row` is the cache of one sequence, `slots` = (rows, adapters)
+    stacked.
+    """
 
     def forward(row, adapter: Adapter, base, head, tokens, positions):  # tokens [t] -> row, logits float32 [t, V]
         with model.tracing():
@@ -174,16 +176,17 @@ def programs(model: Model, graph: nnx.GraphDef):
         logprobs = jax.nn.log_softmax(logits)
         return row, jnp.take_along_axis(logprobs, targets[:, None], -1)[:, 0], top_logprobs(wanted > 1, logprobs)
 
-    @functools.partial(pinned, donate_argnums=0)
+    donating = functools.partial(pinned, donate_argnums=0)
+
+    @donating
     def insert(slots, row, adapter, where):
         return jax.tree.map(lambda many, one: many.at[where].set(one, mode="drop"), slots, (row, adapter))
 
-    @functools.partial(pinned, donate_argnums=0)
+    @donating
     def decode(slots, base, head, ints, floats, wanted):
-        (token, position, top_k, seed), (temperature, top_p) = ints, floats  # [S] each
-        rows, logits = jax.vmap(forward, (0, 0, None, None, 0, 0))(
-            *slots, base, head, token[:, None], position[:, None]
-        )
+        (rows, adapters), (token, position, top_k, seed), (temperature, top_p) = slots, ints, floats  # [S] each
+        every_slot = jax.vmap(forward, (0, 0, None, None, 0, 0))
+        rows, logits = every_slot(rows, adapters, base, head, token[:, None], position[:, None])
         logits = logits[:, 0]  # [S, V]
         logprobs = jax.nn.log_softmax(logits)
         warm = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
@@ -203,7 +206,7 @@ def programs(model: Model, graph: nnx.GraphDef):
     return prefill, insert, decode
 
 
-# ---------------------------------------------------------------------------------------------------- the engine
+# ---- the engine
 
 
 @dataclasses.dataclass(eq=False)
@@ -230,7 +233,7 @@ class Sample:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     topk: list = dataclasses.field(default_factory=list)
-    stop_reason: str | None = None
+    stop_reason: str = ""  # "stop" or "length" once it has ended
 
 
 class EmbeddedEngine:
@@ -238,7 +241,8 @@ class EmbeddedEngine:
         self.model, self.config = model, config
         self.tokenizer, self.eos = load_tokenizer(model.directory), eos_tokens(model.directory)
         replicated = model.sharding()
-        # A sharded base would be gathered at every decoded token: on more than one device the engine has a copy of its own.
+        # A sharded base would be gathered at every decoded token: on more than one device the engine has a copy of its
+        # own.
         self.base, self.head = jax.device_put((model.base, model.head), replicated)
         graph, blank = with_cache(model, config.context)
         self.blank = jax.device_put(blank, replicated)
@@ -267,7 +271,9 @@ class EmbeddedEngine:
         self.submit(_WarmUpRequest(np.zeros(2, np.int32)), None).result()
 
     def submit(self, request: Request, folder: Path | None) -> Future:
-        """A future of SampleResult; cancelling it frees its slots. Overloaded: too many wait. The server has checked that it fits."""
+        """A future of SampleResult; cancelling it frees its slots. Overloaded: too many wait. The server has checked
+        that it fits.
+        """
         n, params = len(request.prompt), request.params
         max_tokens = params.max_tokens if params.max_tokens is not None else self.context_tokens - n
         assert n >= 1 and max_tokens >= 1 and n + max_tokens <= self.context_tokens
@@ -340,14 +346,16 @@ class EmbeddedEngine:
         nowhere = [len(self.slots)] * (len(self.slots) - len(free))  # out of range: dropped
         self.state = self.insert(self.state, job.row, job.adapter, np.array(free + nowhere))
         for i in free:
-            self.slots[i] = Sample(job, int(job.seeds[len(job.samples)]))
-            job.samples.append(self.slots[i])
+            self.slots[i] = sample = Sample(job, int(job.seeds[len(job.samples)]))
+            job.samples.append(sample)
         if len(job.samples) == job.request.num_samples:
             self.waiting.popleft()
             job.row = job.adapter = None
 
     def _read_prompt(self, job: Job) -> None:
-        """Cache every prompt token but the last: decoding begins by feeding that one, so sampling happens in one place."""
+        """Cache every prompt token but the last: decoding begins by feeding that one, so sampling happens in one
+        place.
+        """
         prompt, chunk, row, request = (
             np.asarray(job.request.prompt, np.int32),
             self.config.chunk,
@@ -390,7 +398,7 @@ class EmbeddedEngine:
                 if len(job.samples) == job.request.num_samples and all(s.stop_reason for s in job.samples):
                     self._finish(job, None)
 
-    def _stop_reason(self, sample: Sample) -> str | None:
+    def _stop_reason(self, sample: Sample) -> str:
         job = sample.job
         if sample.tokens[-1] in job.stop:
             return "stop"
@@ -401,7 +409,7 @@ class EmbeddedEngine:
             text = self.tokenizer.decode(sample.tokens[-window:], skip_special_tokens=False)
             if any(s in text for s in strings):
                 return "stop"
-        return "length" if len(sample.tokens) >= job.max_tokens else None
+        return "length" if len(sample.tokens) >= job.max_tokens else ""
 
     def _finish(self, job: Job, error: Exception | None) -> None:
         if not job.future.set_running_or_notify_cancel():
@@ -412,7 +420,9 @@ class EmbeddedEngine:
             job.future.set_result(result(job))
 
     def adapter(self, folder: Path | None) -> Adapter:
-        """The folder's adapter on the device, as the model applies it (scaled, in the base's dtype); None: the base alone."""
+        """The folder's adapter on the device, as the model applies it (scaled, in the base's dtype); None: the base
+        alone.
+        """
         if folder not in self.adapters:
             self.adapters[folder] = self._load(folder) if folder else self.scaled(self.model.zeros(), np.float32(1))
             while len(self.adapters) > self.config.adapters:
@@ -443,31 +453,35 @@ class _WarmUpParams:
 @dataclasses.dataclass
 class _WarmUpRequest:
     prompt: np.ndarray
-    params: SamplingParams = _WarmUpParams()
+    params: SamplingParams = dataclasses.field(default_factory=_WarmUpParams)
     num_samples: int = 1
     prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
 
 
 def result(job: Job) -> SampleResult:
+    """What the job's samples and its prompt's scores come to; only what was asked for."""
     request, k = job.request, job.request.topk_sample_logprobs
-    stack = lambda pairs, k: tuple(np.stack([pair[part][:k] for pair in pairs]) for part in (0, 1))
     sequences = [
-        Sequence(
-            np.array(s.tokens, np.int32),
-            np.array(s.logprobs, np.float32),
-            s.stop_reason,
-            stack(s.topk, k) if k else None,
-        )
+        Sequence(np.array(s.tokens, np.int32), np.array(s.logprobs, np.float32), s.stop_reason, _stack(s.topk, k))
         for s in job.samples
     ]
-    topk = None
-    if k := request.topk_prompt_logprobs:
-        first = [np.full((1, k), value, dtype) for value, dtype in zip(NO_TOKEN, (np.int32, np.float32), strict=True)]
-        parts = [[chunk[part][:, :k] for chunk in job.prompt_topk] for part in (0, 1)]
-        topk = tuple(np.concatenate([head, *rest]) for head, rest in zip(first, parts, strict=True))
-    return SampleResult(sequences, np.concatenate(job.prompt_logprobs) if request.prompt_logprobs else None, topk)
+    scores, topk, k = None, None, request.topk_prompt_logprobs
+    if request.prompt_logprobs:
+        scores, last_n = np.concatenate(job.prompt_logprobs), request.prompt_logprobs_last_n
+        if last_n is not None:
+            scores[: max(len(scores) - last_n, 0)] = np.nan
+    if k:
+        nothing = (np.zeros(MAX_TOPK, np.int32), np.full(MAX_TOPK, np.nan, np.float32))  # nothing predicts position 0
+        topk = _stack([nothing, *(pair for chunk in job.prompt_topk for pair in zip(*chunk, strict=True))], k)
+    return SampleResult(sequences, scores, topk)
+
+
+def _stack(rows: list, k: int) -> TopK | None:
+    """[(ids [K], log-probs [K]) a token] -> the k best of each, (ids [n, k], log-probs [n, k])."""
+    return (np.stack([ids[:k] for ids, _ in rows]), np.stack([values[:k] for _, values in rows])) if k else None
 
 
 def load_tokenizer(directory: Path):

@@ -1,17 +1,17 @@
 """The Tinker API over HTTP: an unmodified `tinker` client trains and samples here.
 
-    client -> [server: order, promises, errors] -> trainer (one device thread), sampler (a thread of its own), cache (worker threads)
+    client -> [server: order, promises, errors] -> trainer (one device thread), sampler (its own), cache (workers)
 
-A request that takes long is answered at once with a promise; the client polls retrieve_future until its result is there.
+A request that takes long is answered at once with a promise; the client polls retrieve_future until it is kept.
 
 Invariants
-  1. Per model, requests run in the order of their seq_id whatever order they arrive in; a failed one is consumed like any other.
+  1. Per model, requests run of seq_id, however they arrive; a failed one is consumed too.
   2. The same (model_id, seq_id) is the same request: its request_id, and later its bytes, are served again.
-  3. Nothing blocks the event loop: parsing of tensors, devices and disks run in threads. Models take turns on the device.
-  4. A ValueError is the client's (category user), anything else is ours (category server, logged); neither disturbs another request.
+  3. Nothing blocks the event loop: tensors, devices and disks are for threads. Models take turns there.
+  4. A ValueError is the client's (category user), anything else ours (server, logged); neither disturbs others.
 
-Left out: images, custom losses on the server, projects, billing. Restart without loss is the journal's business (cache.py, a later issue).
-Run: `uv run server.py` (a laptop), `uv run --extra tpu server.py --model Qwen/Qwen3-0.6B --host 0.0.0.0 --api-key tml-...` (a TPU VM).
+Left out: images, custom losses on the server, projects, billing. Surviving a restart is the journal's, to come.
+Run: `uv run server.py` on a laptop; `uv run --extra tpu server.py --model Qwen/Qwen3-0.6B` on a TPU VM.
 Read first: `Service.enqueue` and `Service.drain`, then one verb: `Service.forward_backward`.
 """
 
@@ -66,14 +66,12 @@ API = "/api/v1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    model: tyro.conf.OmitArgPrefixes[ModelConfig] = ModelConfig()
-    trainer: tyro.conf.OmitArgPrefixes[TrainerConfig] = TrainerConfig()
-    sampler: tyro.conf.OmitArgPrefixes[SamplerConfig] = SamplerConfig()
+    model: tyro.conf.OmitArgPrefixes[ModelConfig] = dataclasses.field(default_factory=ModelConfig)
+    trainer: tyro.conf.OmitArgPrefixes[TrainerConfig] = dataclasses.field(default_factory=TrainerConfig)
+    sampler: tyro.conf.OmitArgPrefixes[SamplerConfig] = dataclasses.field(default_factory=SamplerConfig)
     host: str = "127.0.0.1"  # address to listen on; any but loopback needs an api key
     port: int = 8000  # 0 takes a free one
-    api_key: str | None = (
-        None  # clients must send it as TINKER_API_KEY (it starts with tml-); unset: $TINKER_SERVER_API_KEY, or none is checked
-    )
+    api_key: str | None = None  # clients send it as TINKER_API_KEY; unset: $TINKER_SERVER_API_KEY, or none is checked
     state_dir: Path = Path("state")  # checkpoints, compiled programs and the demo model live here
     max_body_mb: int = 64  # larger requests are refused with 413
 
@@ -86,7 +84,7 @@ class Gone(LookupError):
     """Answered with 410: it was here, and will not come back."""
 
 
-# ---------------------------------------------------------------------------------------------------- what the server remembers
+# ---- what the server remembers
 
 
 class Promise:
@@ -235,7 +233,8 @@ class Service:
     def find(self, table: dict[str, Any], key: str, what: str) -> Any:
         if key not in table:
             raise NotFound(
-                f"unknown {what} {key!r} (results are kept for {KEEP_RESULTS_S / 3600:.0f} h, nothing survives a restart but checkpoints)"
+                f"unknown {what} {key!r} (results are kept for {KEEP_RESULTS_S / 3600:.0f} h; "
+                "only checkpoints survive a restart)"
             )
         return table[key]
 
@@ -334,8 +333,14 @@ class Service:
             "model_name": self.model.name,
             "tokenizer_id": str(self.model.directory),
         }
-        return {"type": "get_info", "model_id": run.model_id, "model_name": self.model.name, "model_data": data, "is_lora": True,
-                "lora_rank": run.info.get("rank")}  # fmt: skip
+        return {
+            "type": "get_info",
+            "model_id": run.model_id,
+            "model_name": self.model.name,
+            "model_data": data,
+            "is_lora": True,
+            "lora_rank": run.info.get("rank"),
+        }
 
     async def forward_backward(self, body: bytes) -> dict:
         model_id, seq_id = wire.decode_envelope(body)
@@ -380,8 +385,15 @@ class Service:
             path = TinkerPath(run.model_id, "weights", request.path or f"auto-{request.seq_id:06d}")
             tensors, state = await self.on_device(self.trainer.checkpoint, run.model_id)
             files = {"adapter.safetensors": await asyncio.to_thread(safetensors.numpy.save, tensors)}
-            await asyncio.to_thread(self.store.write, path, files, meta=self.meta(run) | state, ttl_seconds=request.ttl_seconds,
-                                    overwrite=request.overwrite, user_metadata=request.user_metadata)  # fmt: skip
+            await asyncio.to_thread(
+                self.store.write,
+                path,
+                files,
+                meta=self.meta(run) | state,
+                ttl_seconds=request.ttl_seconds,
+                overwrite=request.overwrite,
+                user_metadata=request.user_metadata,
+            )
             return {"type": "save_weights", "path": str(path)}
 
         return self.enqueue(run, request.seq_id, work)
@@ -421,8 +433,14 @@ class Service:
             files = await self.adapter_files(*await self.on_device(self.trainer.snapshot, run.model_id))
             if request.path is not None:
                 path = TinkerPath(run.model_id, "sampler_weights", request.path)
-                await asyncio.to_thread(self.store.write, path, files, meta=self.meta(run), ttl_seconds=request.ttl_seconds,
-                                        user_metadata=request.user_metadata)  # fmt: skip
+                await asyncio.to_thread(
+                    self.store.write,
+                    path,
+                    files,
+                    meta=self.meta(run),
+                    ttl_seconds=request.ttl_seconds,
+                    user_metadata=request.user_metadata,
+                )
                 return {"type": "save_weights_for_sampler", "path": str(path)}
             sampler_id = await self.sample_from_snapshot(
                 run.session, request.sampling_session_seq_id or 0, run.model_id, files
@@ -461,8 +479,14 @@ class Service:
     async def weights_info(self, request: dict) -> dict:
         path = request.get("tinker_path", "")
         meta = (await asyncio.to_thread(self.open_checkpoint, path, tuple(cache.SEGMENTS))).meta
-        return {"base_model": meta["base_model"], "is_lora": True, "lora_rank": meta["rank"], "train_unembed": False,
-                "train_mlp": meta["train_mlp"], "train_attn": meta["train_attn"]}  # fmt: skip
+        return {
+            "base_model": meta["base_model"],
+            "is_lora": True,
+            "lora_rank": meta["rank"],
+            "train_unembed": False,
+            "train_mlp": meta["train_mlp"],
+            "train_attn": meta["train_attn"],
+        }
 
     # -- sampling
 
@@ -556,10 +580,11 @@ class Service:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(more, timeout)
         completions = [
-            {"state": "failed", "request_id": p.request_id} if p.failed
+            {"state": "failed", "request_id": p.request_id}
+            if p.failed
             else {"state": "finished", "request_id": p.request_id, "response_payload_uncompressed_size": len(p.body)}
             for p in sampler.completions[request.prev_cursor :]
-        ]  # fmt: skip
+        ]
         return {"completions": completions, "cursor": len(sampler.completions)}
 
     async def cancel_future(self, request: dict) -> dict:
@@ -578,12 +603,18 @@ class Service:
     def training_run(self, run_id: str, info: dict, checkpoints: list[cache.Checkpoint]) -> dict:
         info = self.runs[run_id].info if run_id in self.runs else info
         mine = [c for c in checkpoints if c.path.run_id == run_id]
-        newest = lambda segment: next((checkpoint_json(c) for c in mine if c.path.segment == segment), None)
+        newest = lambda segment: next((describe(c) for c in mine if c.path.segment == segment), None)
         run = types.TrainingRun(
-            training_run_id=run_id, base_model=info["base_model"], model_owner="local", is_lora=True, lora_rank=info["rank"],
-            last_request_time=info["last_request_time"], user_metadata=info["user_metadata"],
-            last_checkpoint=newest("weights"), last_sampler_checkpoint=newest("sampler_weights"),
-        )  # fmt: skip
+            training_run_id=run_id,
+            base_model=info["base_model"],
+            model_owner="local",
+            is_lora=True,
+            lora_rank=info["rank"],
+            last_request_time=info["last_request_time"],
+            user_metadata=info["user_metadata"],
+            last_checkpoint=newest("weights"),
+            last_sampler_checkpoint=newest("sampler_weights"),
+        )
         return run.model_dump(mode="json")
 
     async def get_training_run(self, run_id: str) -> dict:
@@ -620,19 +651,27 @@ def check_optimizer(kind: str) -> None:
         raise ValueError(f"optimizer {kind!r} is not supported; this server has adamw")
 
 
-def checkpoint_json(c: cache.Checkpoint) -> dict:
-    kind = cache.SEGMENTS[c.path.segment]
+def describe(c: cache.Checkpoint) -> types.Checkpoint:
+    kind: Any = cache.SEGMENTS[c.path.segment]
     return types.Checkpoint(
-        checkpoint_id=f"{c.path.segment}/{c.path.name}", checkpoint_type=kind, time=c.created, tinker_path=str(c.path),
-        size_bytes=c.size_bytes, public=c.public, user_metadata=c.user_metadata, expires_at=c.expires_at,
-    ).model_dump(mode="json")  # fmt: skip
+        checkpoint_id=f"{c.path.segment}/{c.path.name}",
+        checkpoint_type=kind,
+        time=c.created,
+        tinker_path=str(c.path),
+        size_bytes=c.size_bytes,
+        public=c.public,
+        user_metadata=c.user_metadata,
+        expires_at=c.expires_at,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- HTTP
+# ---- HTTP
 
 
 def http_status(error: Exception) -> int:
-    """The one table from exceptions to synchronous answers. No 408, 409 or 5xx for what is final: the SDK would retry it."""
+    """The one table from exceptions to synchronous answers. No 408, 409 or 5xx for what is final: the SDK would retry
+    it.
+    """
     for kind, status in (
         (pydantic.ValidationError, 422),
         (NotFound, 404),
@@ -709,7 +748,7 @@ def routes(service: Service) -> list[Route]:
 
     async def list_checkpoints(request: Request) -> dict:
         run_id = request.path_params.get("run")
-        items = [checkpoint_json(c) for c in await asyncio.to_thread(s.store.list, run_id)]
+        items = [describe(c).model_dump(mode="json") for c in await asyncio.to_thread(s.store.list, run_id)]
         if run_id is not None:
             return {"checkpoints": items}
         items, cursor = page(request, items)
@@ -750,8 +789,12 @@ def routes(service: Service) -> list[Route]:
 
     async def show_session(request: Request) -> dict:
         session = s.find(s.sessions, request.path_params["session"], "session")
-        return {"training_run_ids": list(session.runs), "sampler_ids": list(session.samplers), "user_metadata": session.user_metadata,
-                "display_name": session.display_name}  # fmt: skip
+        return {
+            "training_run_ids": list(session.runs),
+            "sampler_ids": list(session.samplers),
+            "user_metadata": session.user_metadata,
+            "display_name": session.display_name,
+        }
 
     async def finish(request: Request) -> None:
         await s.end_session(s.find(s.sessions, request.path_params["session"], "session"))
@@ -835,7 +878,7 @@ def application(service: Service) -> Starlette:
     return Starlette(routes=routes(service), middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
 
-# ---------------------------------------------------------------------------------------------------- start and stop
+# ---- start and stop
 
 
 class Server(uvicorn.Server):
@@ -865,7 +908,8 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.listen(1024)  # clients may connect while the model loads; they are served when it has
     except OSError as error:
         raise ValueError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port (0 takes a free one)"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
+            "choose another --port (0 takes a free one)"
         ) from error
     return sock
 
@@ -885,8 +929,16 @@ def main(config: ServerConfig) -> None:
     sampler = EmbeddedEngine(model, config.sampler)
     sampler.warm_up()
     service = Service(config, store, trainer, sampler)
-    log.info("%s: tiles of %d x %d tokens, %d adapters of rank <= %d; sampler: %d slots of %d tokens", model.name, trainer.rows, trainer.row_len,
-             config.trainer.max_adapters, config.model.max_rank, config.sampler.slots, config.sampler.context)  # fmt: skip
+    log.info(
+        "%s: tiles of %d x %d tokens, %d adapters of rank <= %d; sampler: %d slots of %d tokens",
+        model.name,
+        trainer.rows,
+        trainer.row_len,
+        config.trainer.max_adapters,
+        config.model.max_rank,
+        config.sampler.slots,
+        config.sampler.context,
+    )
     log.info(
         "ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s",
         time.monotonic() - started,
@@ -914,3 +966,5 @@ if __name__ == "__main__":
         main(dataclasses.replace(given, api_key=given.api_key or os.environ.get("TINKER_SERVER_API_KEY")))
     except (ValueError, RuntimeError) as error:
         sys.exit(f"server.py: {error}")
+    except KeyboardInterrupt:  # while the model was loading
+        sys.exit(130)

@@ -5,14 +5,15 @@
     save_weights     -> [adapter + moments + step on the host]                    -> cache
 
 Invariants
-  1. One shape: a tile is [rows, row_len]. Loss, its numbers, rank, adapter and learning rate are traced, so after `warm_up` nothing compiles.
-  2. Sums: a loss is a sum over tokens and datums, so forward_backward(A); forward_backward(B) leaves the gradients of forward_backward(A + B).
-  3. An adapter owns its weights, gradients, moments and step; no program ever sees two adapters. Forward-only touches no gradient.
+  1. One shape: a tile is [rows, row_len]. Loss, its numbers, rank, adapter and learning rate are traced, so nothing
+     compiles after `warm_up`.
+  2. Sums: a loss is a sum over tokens and datums, so A then B leaves the gradients of A + B.
+  3. An adapter owns its weights, gradients, moments and step; no program sees two. Forward-only touches no gradient.
   4. A step whose gradient is not finite, or that follows no forward_backward, changes nothing and says so.
 
-Methods take and return plain numpy and scalars: process 0 of several can broadcast each call. They are called from one thread.
+Methods take and return plain numpy and scalars, so that process 0 of many can broadcast each call; one thread calls.
 
-Left out: sharing tiles between requests, planning of memory, many hosts (each its own issue).
+Left out: sharing tiles between requests, planning of memory, many hosts.
 Run: `uv run server.py` drives it.    Read first: losses.py, then `Trainer.forward_backward`.
 """
 
@@ -69,11 +70,13 @@ class AdapterState:
         return np.float32(ALPHA / self.rank)
 
 
-# ---------------------------------------------------------------------------------------------------- packing: pure, on the host
+# ---- packing: pure, on the host
 
 
 def pack(lengths: Sequence[int], row_len: int) -> list[list[int]]:
-    """Best-fit decreasing: rows of indices into `lengths`, no row longer than `row_len`. O(n log n) searches over the free space."""
+    """Best-fit decreasing: rows of indices into `lengths`, no row longer than `row_len`. O(n log n) searches over the
+    free space.
+    """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (space left, row), ascending
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -117,11 +120,13 @@ def make_tiles(data: Sequence[Datum], *, rows: int, row_len: int) -> list[Tile]:
     return tiles
 
 
-# ---------------------------------------------------------------------------------------------------- the programs: pure, compiled once
+# ---- the programs: pure, compiled once
 
 
 def tile_logprobs(model: Model, base, head, adapter: Adapter, ints: Int[Array, "4 B T"]) -> Float[Array, "B T"]:
-    """Log-probabilities of a tile's targets. Each device scores its own rows; the head is gathered once, logits never exist."""
+    """Log-probabilities of a tile's targets. Each device scores its own rows; the head is gathered once, logits never
+    exist.
+    """
     tokens, positions, segment_ids, targets = ints
     hidden = model.hidden(base, adapter, tokens, positions, segment_ids)
 
@@ -135,7 +140,9 @@ def tile_logprobs(model: Model, base, head, adapter: Adapter, ints: Int[Array, "
 
 
 def tile_loss(model: Model, base, head, adapter: Adapter, scale, ints, floats, loss, config) -> tuple[Array, Array]:
-    """(loss, [2, B, T] of log-probs and per-token losses). Padding and tokens with unusable inputs count for nothing."""
+    """(loss, [2, B, T] of log-probs and per-token losses). Padding and tokens with unusable inputs count for
+    nothing.
+    """
     logprobs = tile_logprobs(model, base, head, model.scaled(adapter, scale), ints)
     inputs = TokenInputs(*floats)
     usable = jnp.isfinite(floats).all(0) & (inputs.sampling_logprobs > SENTINEL)
@@ -170,6 +177,7 @@ def adamw_program(weights: Adapter, gradients: Adapter, moments, step, adam: Flo
     rule = optax.scale_by_adam(beta1, beta2, eps)
     direction, state = rule.update(clipped, optax.ScaleByAdamState(step, *moments))
     updated = jax.tree.map(lambda w, d: w - learning_rate * (d + weight_decay * w), weights, direction)
+    assert isinstance(state, optax.ScaleByAdamState)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     return (
         keep(updated, weights),
@@ -179,7 +187,7 @@ def adamw_program(weights: Adapter, gradients: Adapter, moments, step, adam: Flo
     )
 
 
-# ---------------------------------------------------------------------------------------------------- the trainer
+# ---- the trainer
 
 
 class Trainer:
@@ -224,8 +232,17 @@ class Trainer:
         """A fresh adapter. RuntimeError when all places are taken."""
         weights = self.model.new_adapter(seed=seed, rank=rank, attn=train_attn, mlp=train_mlp)
         zeros = self.model.zeros
-        self._admit(model_id, AdapterState(rank=rank, train_attn=train_attn, train_mlp=train_mlp, weights=weights,
-                                           gradients=zeros(), moments=(zeros(), zeros())))  # fmt: skip
+        self._admit(
+            model_id,
+            AdapterState(
+                rank=rank,
+                train_attn=train_attn,
+                train_mlp=train_mlp,
+                weights=weights,
+                gradients=zeros(),
+                moments=(zeros(), zeros()),
+            ),
+        )
 
     def _admit(self, model_id: str, state: AdapterState) -> None:
         assert model_id not in self.adapters
@@ -248,7 +265,9 @@ class Trainer:
         *,
         backward: bool,
     ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Log-probs of each datum's targets (float32 [n], in the given order) and metrics; gradients accumulate if `backward`."""
+        """Log-probs of each datum's targets (float32 [n], in the given order) and metrics; gradients accumulate if
+        `backward`.
+        """
         state, config = self.adapters[model_id], config_vector(loss_fn, loss_config)
         tiles = make_tiles(data, rows=self.rows, row_len=self.row_len)
         shared = (self.model.base, self.model.head, state.weights)
@@ -303,13 +322,20 @@ class Trainer:
         )
 
     def restore(self, model_id: str, tensors: Mapping[str, np.ndarray], meta: Mapping, *, optimizer: bool) -> None:
-        """An adapter from `checkpoint`'s answer; without `optimizer` moments and step start from zero. Replaces one of the same id."""
+        """An adapter from `checkpoint`'s answer; without `optimizer` moments and step start from zero. Replaces one of
+        the same id.
+        """
         zeros = self.model.zeros
         part = lambda name: jax.device_put(self._padded(tensors, meta, name), self.model.sharding())
         state = AdapterState(
-            rank=meta["rank"], train_attn=meta["train_attn"], train_mlp=meta["train_mlp"], weights=part("weights"), gradients=zeros(),
-            moments=(part("mu"), part("nu")) if optimizer else (zeros(), zeros()), step=meta["step"] if optimizer else 0,
-        )  # fmt: skip
+            rank=meta["rank"],
+            train_attn=meta["train_attn"],
+            train_mlp=meta["train_mlp"],
+            weights=part("weights"),
+            gradients=zeros(),
+            moments=(part("mu"), part("nu")) if optimizer else (zeros(), zeros()),
+            step=meta["step"] if optimizer else 0,
+        )
         self.release(model_id)
         self._admit(model_id, state)
 
@@ -339,8 +365,14 @@ class _WarmUp:
 
 def check_adam(adam: Mapping[str, float]) -> Float32[np.ndarray, "6"]:
     """The six numbers in the order of ADAM; ValueError names the first outside its domain."""
-    domains = {"learning_rate": (0, math.inf), "beta1": (0, 1), "beta2": (0, 1), "eps": (0, math.inf), "weight_decay": (0, math.inf),
-               "grad_clip_norm": (0, math.inf)}  # fmt: skip
+    domains = {
+        "learning_rate": (0, math.inf),
+        "beta1": (0, 1),
+        "beta2": (0, 1),
+        "eps": (0, math.inf),
+        "weight_decay": (0, math.inf),
+        "grad_clip_norm": (0, math.inf),
+    }
     for name, (low, high) in domains.items():
         if not low <= adam[name] < high or (
             name == "eps" and np.float32(adam[name]) == 0

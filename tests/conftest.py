@@ -11,8 +11,6 @@ from collections import Counter
 
 with warnings.catch_warnings():  # what other packages say of themselves while they are imported is not ours to mend
     warnings.simplefilter("ignore")
-    import maxtext.layers.attentions
-    import maxtext.utils.model_creation_utils
     import tinker  # noqa: F401
 
 import jax

@@ -428,8 +428,7 @@ MALFORMED = {
     "numbers for ids": json.dumps(dict.fromkeys(("session_id", "model_id", "request_id", "tinker_path"), 10**40)).encode(),
     "traversal": json.dumps(dict.fromkeys(("session_id", "model_id", "request_id", "tinker_path"), "../../x")).encode(),
 }  # fmt: skip
-VERBS = ("session_heartbeat create_model get_info forward_backward optim_step save_weights load_weights save_weights_for_sampler "
-         "save_weights_external weights_info create_sampling_session asample retrieve_future retrieve_futures cancel_future").split()  # fmt: skip
+VERBS = ["session_heartbeat", "create_model", "get_info", "forward_backward", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "save_weights_external", "weights_info", "create_sampling_session", "asample", "retrieve_future", "retrieve_futures", "cancel_future"]  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -70,7 +70,7 @@ def train(trainer, name, data, loss="cross_entropy", config=None, **adam):
     return logprobs, metrics, trainer.optim_step(name, STEP | adam)
 
 
-# ---------------------------------------------------------------------------------------------------- packing
+# ---- packing
 
 
 @given(st.lists(st.integers(1, ROW), max_size=60))
@@ -103,7 +103,7 @@ def test_tiles_hold_each_datum_where_they_say_with_its_own_positions(lengths, ro
     assert seen == Counter(range(len(lengths)))
 
 
-# ---------------------------------------------------------------------------------------------------- numbers
+# ---- numbers
 
 
 def naive_loss(model, adapter, scale, d: Datum):
@@ -155,7 +155,9 @@ def test_two_calls_accumulate_to_the_gradients_of_one(trainer, adapter):
     for path in gradients[0]:
         scale = np.abs(gradients[0][path]).max()
         np.testing.assert_allclose(gradients[0][path], gradients[1][path], atol=1e-6 * scale + 1e-12)
-    used = lambda path: np.abs(gradients[0][path]) > 1e-3  # Adam's first step is the sign of the gradient: of noise, elsewhere
+    used = lambda path: (
+        np.abs(gradients[0][path]) > 1e-3
+    )  # Adam's first step is the sign of the gradient: of noise, elsewhere
     for path in weights[0]:
         np.testing.assert_allclose(weights[0][path][used(path)], weights[1][path][used(path)], atol=1e-6)
 
@@ -179,7 +181,7 @@ def test_outputs_come_in_the_clients_order_and_length(trainer, adapter):
         np.testing.assert_allclose(alone[0], logprobs[i], atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------- the optimizer
+# ---- the optimizer
 
 
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.1}, {"grad_clip_norm": 0.5}, {"beta1": 0.0, "eps": 1e-3}])
@@ -195,9 +197,13 @@ def test_adamw_equals_optax_over_five_steps(changes):
         gradients = {"w": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32)}
         updates, state = oracle.update(gradients, state, theirs)
         theirs = optax.apply_updates(theirs, updates)
-        mine, cleared, moments, out = adamw_program(mine, gradients, moments, np.int32(step), jnp.asarray(check_adam(adam)))
+        mine, cleared, moments, out = adamw_program(
+            mine, gradients, moments, np.int32(step), jnp.asarray(check_adam(adam))
+        )
         np.testing.assert_allclose(mine["w"], theirs["w"], atol=1e-6)
-        assert not cleared["w"].any() and float(out[0]) == pytest.approx(float(jnp.linalg.norm(gradients["w"])), rel=1e-6)
+        assert not cleared["w"].any() and float(out[0]) == pytest.approx(
+            float(jnp.linalg.norm(gradients["w"])), rel=1e-6
+        )
 
 
 def test_adamw_by_hand():
@@ -236,7 +242,7 @@ def test_columns_beyond_the_rank_and_modules_not_trained_stay_exactly_zero(train
             assert inside.all() and not outside.any(), path
 
 
-# ---------------------------------------------------------------------------------------------------- isolation, checkpoints, limits
+# ---- isolation, checkpoints, limits
 
 
 @pytest.mark.parametrize("poison", ["gradient", "weight decay", "sampling log-probs"])
@@ -302,7 +308,9 @@ def test_one_adapter_more_than_the_limit_is_refused_and_disturbs_none(trainer, a
     assert len(trainer.adapters) == 4
 
 
-@pytest.mark.parametrize(("options", "message"), [({"rows": 0}, "--rows is 0"), ({"row_len": 1}, "--row-len is 1; demo takes 2..2048")])
+@pytest.mark.parametrize(
+    ("options", "message"), [({"rows": 0}, "--rows is 0"), ({"row_len": 1}, "--row-len is 1; demo takes 2..2048")]
+)
 def test_an_impossible_tile_is_refused_at_start(demo, options, message):
     with pytest.raises(ValueError, match=message):
         Trainer(demo, TrainerConfig(**options))
@@ -313,7 +321,7 @@ def test_rows_must_divide_over_the_devices(sharded_demo):
         Trainer(sharded_demo, TrainerConfig(rows=6))
 
 
-# ---------------------------------------------------------------------------------------------------- one compiled shape
+# ---- one compiled shape
 
 
 def live() -> Counter:
