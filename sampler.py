@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 from safetensors.numpy import load_file
 
 from model import Adapter, Model
@@ -140,7 +140,7 @@ def with_cache(model: Model, context: int) -> tuple[nnx.GraphDef, nnx.State]:
     return graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
 
 
-def truncate(logits: Float[Array, "V"], top_k: Int[Array, ""], top_p: Float[Array, ""]) -> Float[Array, "V"]:
+def truncate(logits: Float[Array, "V"], top_k: Integer[Array, ""], top_p: Float[Array, ""]) -> Float[Array, "V"]:
     """-inf outside the top k and outside the smallest set whose probability reaches top_p."""
     ordered = jnp.sort(logits, descending=True)
     probs = jax.nn.softmax(ordered)
