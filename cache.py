@@ -149,8 +149,15 @@ class Store:
         self.close()
 
     def write(
-        self, path: TinkerPath, files: Mapping[str, Buffer], *, meta: dict[str, Any], ttl_seconds: int | None = None,
-        overwrite: bool = False, user_metadata: dict[str, Any] | None = None, public: bool = False,
+        self,
+        path: TinkerPath,
+        files: Mapping[str, Buffer],
+        *,
+        meta: dict[str, Any],
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, Any] | None = None,
+        public: bool = False,
     ) -> Checkpoint:
         """Keep `files` (relative path -> bytes or a contiguous array) under `path`: all of them, or none."""
         assert path.segment in SEGMENTS, path
@@ -163,10 +170,18 @@ class Store:
                 old = self._occupant(path, overwrite)
                 folder = staged.rename(self._objects / staged.name.removeprefix(STAGED))
                 _fsync(self._objects)  # the manifest must not reach the disk before what it names
-                self._put_manifest(Checkpoint(
-                    path=path, folder=folder, files=entries, meta=meta, user_metadata=user_metadata,
-                    created=datetime.now(UTC), expires_at=expires_at, public=public,
-                ))
+                self._put_manifest(
+                    Checkpoint(
+                        path=path,
+                        folder=folder,
+                        files=entries,
+                        meta=meta,
+                        user_metadata=user_metadata,
+                        created=datetime.now(UTC),
+                        expires_at=expires_at,
+                        public=public,
+                    )
+                )
                 if old is not None:
                     self._remove_object(old.folder)
                 return self._read_manifest(self._manifest_file(path))

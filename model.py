@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ Adapter = dict[
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model: str = DEMO  # a Hugging Face directory, a hub name (org/name), or "demo", which is written on first use
-    dtype: str | None = None  # float32 or bfloat16; unset: bfloat16 on TPU, float32 elsewhere
+    dtype: Literal["float32", "bfloat16"] | None = None  # unset: bfloat16 on TPU, float32 elsewhere
     max_rank: int = 32  # the largest LoRA rank a client may ask for; every adapter takes the room of this one
     scan_layers: bool | None = (
         None  # one compiled layer for all; unset: from 9 layers on (small models step faster without)
@@ -167,7 +167,8 @@ class Model:
         """
         check_rank(rank, self.config.max_rank)
         trained = {*(ATTENTION if attn else ()), *(MLP if mlp else ())}
-        return _new_adapter(self, tuple(k.path for k in self.kernels if k.module in trained), seed % 2**63, rank)
+        state = np.random.SeedSequence(seed % 2**63).generate_state(1)[0]  # a client's seed may have 63 bits
+        return _new_adapter(self, tuple(k.path for k in self.kernels if k.module in trained), state, rank)
 
     def zeros(self) -> Adapter:
         """The adapter that changes nothing: the base model itself, and the start of every gradient and moment."""

@@ -238,6 +238,9 @@ class Sample:
 
 class EmbeddedEngine:
     def __init__(self, model: Model, config: SamplerConfig):
+        longest = model.hf_config["max_position_embeddings"]
+        if not 2 <= config.context <= longest:
+            raise ValueError(f"--context is {config.context}; {model.name} takes 2..{longest} tokens")
         self.model, self.config = model, config
         self.tokenizer, self.eos = load_tokenizer(model.directory), eos_tokens(model.directory)
         replicated = model.sharding()

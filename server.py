@@ -107,7 +107,7 @@ class Promise:
         self.done.set()
 
     def fail(self, error: BaseException) -> None:
-        user = isinstance(error, ValueError | LookupError)
+        user = isinstance(error, ValueError | NotFound | Gone)
         if not user:
             log.error("request %s failed", self.request_id, exc_info=error)
         self.resolve(
@@ -183,7 +183,7 @@ class Service:
                 raise Gone(f"seq_id {seq_id} of {run.model_id} was executed and its result is no longer kept")
             promise = run.requests[seq_id] = self.promise()
             run.pending[seq_id] = (promise, work)
-            run.info["last_request_time"] = datetime.now(UTC).isoformat()
+            run.info["last_request_time"], run.session.last_seen = datetime.now(UTC).isoformat(), time.monotonic()
             if run.worker is None or run.worker.done():
                 run.worker = self.spawn(self.drain(run))
         return {"request_id": run.requests[seq_id].request_id, "model_id": run.model_id}
@@ -289,7 +289,8 @@ class Service:
         )  # the SDK derives the same id
         if model_id not in self.runs:
             now = datetime.now(UTC).isoformat()
-            info = {"base_model": self.model.name, "user_metadata": user_metadata, "last_request_time": now}
+            metadata = {key: str(value) for key, value in (user_metadata or {}).items()}
+            info = {"base_model": self.model.name, "user_metadata": metadata, "last_request_time": now}
             self.runs[model_id] = session.runs[model_id] = Run(model_id, session, info)
         return self.runs[model_id]
 
@@ -957,8 +958,10 @@ def main(config: ServerConfig) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for noisy in ("absl", "httpx", "jax._src.xla_bridge"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # or it says at every start that there is no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         given = tyro.cli(
             ServerConfig, description="A Tinker server: trains and samples LoRA adapters over one base model."

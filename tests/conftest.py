@@ -46,3 +46,57 @@ def demo(state_dir):
 def sharded_demo(state_dir):
     """The demo model sharded over four devices."""
     return model.load(model.ModelConfig(), state_dir=state_dir)
+
+
+@pytest.fixture(scope="session")
+def serve():
+    """A function: `with serve(state_dir, *flags) as server:` runs server.py in a process of its own, on one device.
+
+    `server.url` is ready; `server.interrupt()` is Ctrl-C and returns the seconds until the process had ended.
+    Leaving the block interrupts too, and asserts that the server says it has ended well.
+    """
+    import contextlib
+    import re
+    import signal
+    import subprocess
+    import sys
+    import time
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+    @contextlib.contextmanager
+    def serve(state_dir, *flags):
+        state_dir.mkdir(parents=True, exist_ok=True)
+        log, root = state_dir / "server.log", Path(model.__file__).parent
+        command = [sys.executable, "server.py", "--port", "0", "--state-dir", str(state_dir), *flags]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out)
+
+        def interrupt() -> float:
+            started = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
+            return time.monotonic() - started
+
+        try:
+            while not (ready := re.search(r"ready in .*TINKER_BASE_URL=(\S+)", log.read_text())):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield SimpleNamespace(url=ready[1], state_dir=state_dir, log=log, process=process, interrupt=interrupt)
+            if process.poll() is None:
+                interrupt()
+            assert process.returncode == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def server(serve, tmp_path_factory):
+    """The server that most tests share."""
+    with serve(tmp_path_factory.mktemp("server")) as running:
+        yield running

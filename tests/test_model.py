@@ -5,6 +5,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,16 @@ from model import ALPHA, ATTENTION, MLP, Model, ModelConfig, load, random_weight
 RANK, MAX_RANK = 3, 8
 SHAPE = (4, 24)  # [B, T] of every forward here
 CONFIG = dict(
-    vocab_size=96, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
-    hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10_000.0, max_position_embeddings=2048, tie_word_embeddings=False,
+    vocab_size=96, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=3,
+    num_key_value_heads=1, head_dim=16, hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10_000.0,
+    max_position_embeddings=2048, tie_word_embeddings=False,
 )  # fmt: skip
 LLAMA = CONFIG | dict(architectures=["LlamaForCausalLM"], model_type="llama")
 QWEN3 = CONFIG | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-LLAMA3_ROPE = dict(
-    rope_theta=500_000.0, rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                                            original_max_position_embeddings=8192),
-)  # fmt: skip
+LLAMA3_SCALING = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+LLAMA3_ROPE = dict(rope_theta=500_000.0, rope_scaling=LLAMA3_SCALING)
 
 
 def weights(config: Mapping, seed: int = 1, dtype=np.float32) -> dict[str, np.ndarray]:
@@ -58,12 +60,16 @@ def base(root):
 
     @functools.cache
     def build(config: str, devices: int, options: str) -> Model:
-        directory = root / str(abs(hash(config)))
+        directory = root / str(len(list(root.iterdir())))
         write(directory, json.loads(config), weights(json.loads(config)))
-        loaded = ModelConfig(model=str(directory), **{"max_rank": MAX_RANK} | json.loads(options))
-        return load(loaded, state_dir=root, devices=jax.devices()[:devices])
+        return load_from(directory, devices, **json.loads(options))
 
     return lambda config, devices=1, **options: build(json.dumps(config), devices, json.dumps(options))
+
+
+def load_from(directory, devices: int = 1, **options) -> Model:
+    config = ModelConfig(**{"model": str(directory), "max_rank": MAX_RANK} | options)
+    return load(config, state_dir=directory, devices=jax.devices()[:devices])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -72,13 +78,14 @@ def forward(m: Model, base, adapter, tokens, positions, segment_ids):
 
 
 def hidden(m: Model, adapter, tokens, positions=None, segment_ids=None) -> np.ndarray:
-    positions = positions if positions is not None else np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+    positions = positions if positions is not None else np.tile(np.arange(SHAPE[1]), (len(tokens), 1))
     segment_ids = segment_ids if segment_ids is not None else np.ones_like(tokens)
-    return np.asarray(forward(m, m.base, adapter, *(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segment_ids))))
+    ids = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segment_ids))
+    return np.asarray(forward(m, m.base, jax.device_put(adapter, m.sharding()), *ids))
 
 
 def logprobs(m: Model, adapter, tokens, positions=None) -> np.ndarray:
-    """log p of every token of the vocabulary; the head is applied in float64 as losses.py does blockwise in float32."""
+    """log p of every token of the vocabulary, [B, T, V]; only the head is applied in float64 here."""
     return log_softmax(hidden(m, adapter, tokens, positions).astype(float) @ np.asarray(m.head).astype(float).T)
 
 
@@ -114,11 +121,11 @@ def merged(tensors: Mapping[str, np.ndarray], peft: Mapping[str, np.ndarray], ra
     return out
 
 
-# ---------------------------------------------------------------------------------------------------- the slow-path oracle
+# ---- the slow-path oracle
 
 
 def oracle(config: Mapping, tensors: Mapping[str, np.ndarray], tokens: np.ndarray, positions=None) -> np.ndarray:
-    """Log-probs [B, T, V] of a Llama or a Qwen3 in float64, after their papers: no cache, no packing, one head at a time."""
+    """Log-probs [B, T, V] of a Llama or a Qwen3 in float64, one head at a time."""
     w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     heads, groups, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     length = tokens.shape[1]
@@ -167,105 +174,113 @@ def frequencies(config: Mapping) -> np.ndarray:
     return f * (kept + (1 - kept) / s["factor"])
 
 
-SIZES = {
-    "3 heads of 16 share 1": {},
-    "4 heads of 32 share 2": dict(head_dim=32, num_attention_heads=4, num_key_value_heads=2),
-    "2 heads of 64 share none": dict(head_dim=64, num_attention_heads=2, num_key_value_heads=2, hidden_size=64),
-    "odd": dict(vocab_size=97, hidden_size=36, intermediate_size=50, num_hidden_layers=3, num_attention_heads=5),
-}
-CASES = [
-    pytest.param(family | {"tie_word_embeddings": tied}, scan,
-                 id=f"{family['model_type']}-{'tied' if tied else 'untied'}-{'scanned' if scan else 'unrolled'}")
-    for family in (LLAMA, QWEN3) for tied in (False, True) for scan in (False, True)
-] + [
-    pytest.param(family | size, scan, id=f"{family['model_type']}-{name}")
-    for name, size in list(SIZES.items())[1:] for family, scan in ((LLAMA, False), (QWEN3, True))
-]  # fmt: skip
+HEADS_OF_32 = dict(head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+HEADS_OF_64 = dict(head_dim=64, num_attention_heads=2, num_key_value_heads=2, hidden_size=64)
+ODD = dict(vocab_size=97, hidden_size=36, intermediate_size=50, num_hidden_layers=3, num_attention_heads=5)
+TIED = dict(tie_word_embeddings=True)
+SCAN = pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+FAMILY = pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+FOUR = pytest.mark.parametrize(
+    ("config", "scan"), [(LLAMA, False), (LLAMA, True), (QWEN3, False), (QWEN3, True)],
+    ids=["llama-unrolled", "llama-scanned", "qwen3-unrolled", "qwen3-scanned"],
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "scan"), CASES)
-def test_log_probs_match_a_float64_forward_with_and_without_an_adapter(base, config, scan):
+@FAMILY
+@pytest.mark.parametrize(
+    ("sizes", "scan"),
+    [
+        pytest.param({}, False, id="untied-unrolled-16"),
+        pytest.param(TIED | ODD, False, id="tied-unrolled-odd"),
+        pytest.param(HEADS_OF_64, True, id="untied-scanned-64"),
+        pytest.param(TIED | HEADS_OF_32, True, id="tied-scanned-32"),
+    ],
+)
+def test_log_probs_match_a_float64_forward_with_and_without_an_adapter(base, family, sizes, scan):
+    config = family | sizes
     m, tokens, tensors = base(config, scan_layers=scan), random_tokens(), weights(config)
     adapter = random_adapter(m)
-    plain, adapted = oracle(config, tensors, tokens), oracle(config, merged(tensors, m.to_peft(adapter, rank=RANK), RANK), tokens)
+    plain = oracle(config, tensors, tokens)
+    adapted = oracle(config, merged(tensors, m.to_peft(adapter, rank=RANK), RANK), tokens)
     np.testing.assert_allclose(logprobs(m, m.zeros(), tokens), plain, atol=1e-4, rtol=0)
     np.testing.assert_allclose(logprobs(m, applied(m, adapter), tokens), adapted, atol=1e-4, rtol=0)
     assert np.abs(adapted - plain).max() > 0.3  # else the second comparison says nothing
 
 
-@pytest.fixture(scope="module")
-def tunix_logprobs():
-    """tunix's own Qwen3 with its own loader: (directory, tokens) -> log-probs."""
-    with warnings.catch_warnings():  # what it says while it is imported is not ours to mend
+def tunix_logprobs(directory, tokens: np.ndarray) -> np.ndarray:
+    """tunix's own Qwen3, read by its own loader."""
+    with warnings.catch_warnings():  # what it says of itself and of flax is not ours to mend
         warnings.simplefilter("ignore")
         from tunix.models.qwen3 import model as qwen3
         from tunix.models.qwen3.params import create_model_from_safe_tensors
 
-    def run(directory, tokens):
         c = json.loads((directory / "config.json").read_text())
         config = qwen3.ModelConfig(
-            num_layers=c["num_hidden_layers"], vocab_size=c["vocab_size"], embed_dim=c["hidden_size"], hidden_dim=c["intermediate_size"],
-            num_heads=c["num_attention_heads"], head_dim=c["head_dim"], num_kv_heads=c["num_key_value_heads"],
-            rope_theta=int(c["rope_theta"]), norm_eps=c["rms_norm_eps"], use_tied_embedding=c["tie_word_embeddings"],
+            num_layers=c["num_hidden_layers"], vocab_size=c["vocab_size"], embed_dim=c["hidden_size"],
+            hidden_dim=c["intermediate_size"], num_heads=c["num_attention_heads"], head_dim=c["head_dim"],
+            num_kv_heads=c["num_key_value_heads"], rope_theta=int(c["rope_theta"]), norm_eps=c["rms_norm_eps"],
+            use_tied_embedding=c["tie_word_embeddings"],
         )  # fmt: skip
         mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         qwen = create_model_from_safe_tensors(str(directory), config, mesh, dtype=jnp.float32)
-        length = tokens.shape[1]
-        positions = np.tile(np.arange(length), (len(tokens), 1))
-        causal = np.tile(np.tri(length, dtype=bool), (len(tokens), 1, 1))
-        return log_softmax(np.asarray(qwen(jnp.asarray(tokens), jnp.asarray(positions), None, jnp.asarray(causal))[0]).astype(float))
-
-    return run
+        positions, causal = np.tile(np.arange(SHAPE[1]), (len(tokens), 1)), np.tri(SHAPE[1], dtype=bool)
+        logits, _ = qwen(jnp.asarray(tokens), jnp.asarray(positions), None, jnp.tile(causal, (len(tokens), 1, 1)))
+    return log_softmax(np.asarray(logits).astype(float))
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@SCAN
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_log_probs_match_those_of_tunix_with_and_without_an_adapter(base, tunix_logprobs, tmp_path, tied, scan):
-    config = QWEN3 | {"tie_word_embeddings": tied}
+def test_log_probs_match_those_of_tunix_with_and_without_an_adapter(base, tmp_path, tied, scan):
+    config = QWEN3 | dict(tie_word_embeddings=tied)
     m, tokens = base(config, scan_layers=scan), random_tokens()
     adapter = random_adapter(m)
     np.testing.assert_allclose(logprobs(m, m.zeros(), tokens), tunix_logprobs(m.directory, tokens), atol=1e-4, rtol=0)
     tensors = merged(load_file(m.directory / "model.safetensors"), m.to_peft(adapter, rank=RANK), RANK)
     write(tmp_path, config, {name: w.astype(np.float32) for name, w in tensors.items()})
-    np.testing.assert_allclose(logprobs(m, applied(m, adapter), tokens), tunix_logprobs(tmp_path, tokens), atol=1e-4, rtol=0)
+    got = logprobs(m, applied(m, adapter), tokens)
+    np.testing.assert_allclose(got, tunix_logprobs(tmp_path, tokens), atol=1e-4, rtol=0)
 
 
 def test_llama_3_rope_scaling_matches_the_float64_forward(base):
-    config, tokens, positions = LLAMA | LLAMA3_ROPE, random_tokens(), 64 * np.arange(SHAPE[1])  # wide steps: long waves turn
-    m = base(config)
+    config, tokens = LLAMA | LLAMA3_ROPE, random_tokens()
+    m, positions = base(config), 64 * np.arange(SHAPE[1])  # wide steps, so that long waves turn
     got = logprobs(m, m.zeros(), tokens, np.tile(positions, (len(tokens), 1)))
     np.testing.assert_allclose(got, oracle(config, weights(config), tokens, positions), atol=2e-4, rtol=0)
     unscaled = oracle(config | {"rope_scaling": None}, weights(config), tokens, positions)
     assert np.abs(got - unscaled).max() > 0.1
 
 
-# ---------------------------------------------------------------------------------------------------- files
+# ---- files
 
 
-@pytest.mark.parametrize("config", [LLAMA | SIZES["4 heads of 32 share 2"], QWEN3], ids=["llama", "qwen3"])
-def test_bfloat16_weights_load_exactly_into_a_float32_model(root, config):
-    tensors = weights(config, dtype=bfloat16)
-    m = load(ModelConfig(model=str(write(root / f"bf16-{config['model_type']}", config, tensors)), max_rank=MAX_RANK), state_dir=root,
-             devices=jax.devices()[:1])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(LLAMA | HEADS_OF_32, id="llama", marks=pytest.mark.xfail(reason="the hook rounds q / sqrt(32) to bf16")),
+        pytest.param(QWEN3, id="qwen3"),
+    ],
+)
+def test_bfloat16_weights_load_exactly_into_a_float32_model(tmp_path, config):
+    tensors, tokens = weights(config, dtype=bfloat16), random_tokens()
+    m = load_from(write(tmp_path, config, tensors))
     assert m.dtype == jnp.float32
-    tokens = random_tokens()
     np.testing.assert_allclose(logprobs(m, m.zeros(), tokens), oracle(config, tensors, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(("config", "scan"), [(LLAMA, False), (QWEN3, True)], ids=["llama-unrolled", "qwen3-scanned"])
 def test_a_bfloat16_model_is_near_the_float64_forward(base, config, scan):
     m, tokens = base(config, dtype="bfloat16", scan_layers=scan), random_tokens()
-    adapter = m.scaled(m.new_adapter(seed=0, rank=RANK), jnp.float32(ALPHA / RANK))
+    adapter = applied(m, random_adapter(m))
     assert {a.dtype for a in [*jax.tree.leaves(m.base), m.head, *adapter.values()]} == {jnp.dtype(jnp.bfloat16)}
-    error = np.abs(logprobs(m, adapter, tokens) - oracle(config, weights(config), tokens))
-    assert error.mean() < 0.02 and error.max() < 0.2  # 8 bits of mantissa: 0.4 % a rounding
+    want = oracle(config, merged(weights(config), m.to_peft(random_adapter(m), rank=RANK), RANK), tokens)
+    error = np.abs(logprobs(m, adapter, tokens) - want)
+    assert error.mean() < 0.03 and error.max() < 0.3  # 8 bits of mantissa: 0.4 % a rounding
 
 
 def test_a_checkpoint_of_two_files_equals_the_single_file_bit_for_bit(base, tmp_path):
     one = base(LLAMA)
     split_checkpoint(write(tmp_path, LLAMA, weights(LLAMA)))
-    two = load(ModelConfig(model=str(tmp_path), max_rank=MAX_RANK), state_dir=tmp_path, devices=jax.devices()[:1])
+    two = load_from(tmp_path)
     for a, b in zip([*jax.tree.leaves(one.base), one.head], [*jax.tree.leaves(two.base), two.head], strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -280,11 +295,10 @@ def split_checkpoint(directory):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-# ---------------------------------------------------------------------------------------------------- packing and the mesh
+# ---- packing and the mesh
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@FOUR
 def test_a_packed_segment_sees_only_itself(base, config, scan):
     """Row 0 packs three segments and padding; rows 1 to 3 hold one of them each, at its beginning."""
     m, pieces = base(config, scan_layers=scan), [(0, 5), (5, 14), (14, 20)]
@@ -298,50 +312,69 @@ def test_a_packed_segment_sees_only_itself(base, config, scan):
     for i, (start, end) in enumerate(pieces, 1):
         np.testing.assert_allclose(got[0, start:end], got[i, : end - start], atol=2e-6, rtol=0)
     other = tokens.copy()
-    other[0, 5:14], other[0, 20:] = random_tokens(1)[0, 5:14], random_tokens(1)[0, 20:]  # the second segment and the padding
+    for changed in (slice(5, 14), slice(20, None)):  # the second segment and the padding
+        other[0, changed] = random_tokens(1)[0, changed]
     changed = hidden(m, adapter, other, positions, segments)
     np.testing.assert_array_equal(changed[0, [*range(5), *range(14, 20)]], got[0, [*range(5), *range(14, 20)]])
     assert np.abs(changed[0, 5:14] - got[0, 5:14]).max() > 0.1
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("config", [LLAMA | {"tie_word_embeddings": True}, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("config", "scan"), [(LLAMA | TIED, True), (QWEN3, False)], ids=["llama-tied-scanned", "qwen3-untied-unrolled"]
+)
 def test_four_devices_hold_a_quarter_each_and_compute_what_one_does(base, config, scan):
     one, four = base(config, scan_layers=scan), base(config, devices=4, scan_layers=scan)
     adapter = random_adapter(one)
     a, b = (hidden(m, applied(m, adapter), random_tokens()) for m in (one, four))
     np.testing.assert_allclose(a, b, atol=1e-5, rtol=0)
-
-    arrays = list({id(a): a for a in [*jax.tree.leaves(four.base), four.head]}.values())  # a tied head is counted once
-    held = {d: sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == d) for d in jax.devices()}
-    norms = sum(a.nbytes for a in arrays if a.sharding.is_fully_replicated)
-    assert norms == sum(w.nbytes for w in weights(config).values() if w.ndim == 1)
-    assert sum(a.nbytes for a in arrays) == sum(w.nbytes for w in weights(config).values())
-    expected = (sum(a.nbytes for a in arrays) - norms) / 4 + norms
-    assert all(abs(n - expected) <= 0.02 * expected for n in held.values())
+    assert_sharded(four, weights(config))
 
 
-def test_a_base_that_is_not_sharded_is_refused(sharded_demo):
-    replicated = jax.device_put(jnp.zeros((64, 64)), sharded_demo.sharding())
-    one_device = jax.device_put(jnp.zeros((64, 64)), jax.devices()[0])
-    for array in (replicated, one_device):
-        with pytest.raises(RuntimeError, match="not sharded over 4 devices"):
-            model._check_sharding([array], sharded_demo.mesh)
+def assert_sharded(m: Model, tensors: Mapping[str, np.ndarray]):
+    """Every device holds 1/n of the matrices and all of the norms, to 2 %; nothing is held twice."""
+    arrays = list({id(a): a for a in [*jax.tree.leaves(m.base), m.head]}.values())  # a tied head is the embedding
+    norms = sum(w.nbytes for w in tensors.values() if w.ndim == 1)
+    whole = sum(w.nbytes for w in tensors.values())
+    assert sum(a.nbytes for a in arrays) == whole
+    for device in m.mesh.devices.flat:
+        held = sum(shard.data.nbytes for a in arrays for shard in a.addressable_shards if shard.device == device)
+        assert held == pytest.approx((whole - norms) / m.mesh.size + norms, rel=0.02)
 
 
-# ---------------------------------------------------------------------------------------------------- adapters
+@pytest.mark.xfail(reason="a vocabulary that fsdp does not divide leaves the head whole on every device, unnoticed")
+def test_a_head_of_odd_vocabulary_is_sharded_too(base):
+    config = QWEN3 | dict(vocab_size=97)
+    assert_sharded(base(config, devices=4), weights(config))
+
+
+@pytest.mark.xfail(reason="_check_sharding counts every replicated array as a norm, so that it cannot fail for one")
+@pytest.mark.parametrize("where", ["one device", "every device"])
+def test_a_base_that_is_not_sharded_is_refused(sharded_demo, where):
+    everywhere = sharded_demo.sharding()
+    matrix = jax.device_put(jnp.zeros((64, 64)), everywhere if where == "every device" else jax.devices()[0])
+    with pytest.raises(RuntimeError, match="not sharded over 4 devices"):
+        model._check_sharding([matrix], sharded_demo.mesh)
+
+
+# ---- adapters
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def gradient(m: Model, base, adapter, tokens, direction):
+def gradient(m: Model, base, head, adapter, tokens, targets):
+    """d (sum of the targets' log-probs) / d (the float32 adapter), at RANK's scale."""
     at = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
-    return jax.grad(lambda x: (m.hidden(base, x, tokens, at, at * 0 + 1) * direction).sum())(adapter)
+
+    def total(adapter):
+        logits = m.hidden(base, m.scaled(adapter, jnp.float32(ALPHA / RANK)), tokens, at, at * 0 + 1) @ head.T
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).sum()
+
+    return jax.grad(total)(adapter)
 
 
 def gradients(m: Model, adapter) -> dict[str, np.ndarray]:
-    tokens = jnp.asarray(random_tokens(), jnp.int32)
-    direction = jax.random.normal(jax.random.key(0), (*SHAPE, m.head.shape[1]))
-    return jax.device_get(gradient(m, m.base, adapter, tokens, direction))
+    adapter = jax.device_put({path: jnp.asarray(array) for path, array in adapter.items()}, m.sharding())
+    tokens, targets = (jnp.asarray(random_tokens(seed), jnp.int32) for seed in (0, 1))
+    return jax.device_get(gradient(m, m.base, m.head, adapter, tokens, targets))
 
 
 def beyond(path: str, array, rank: int) -> np.ndarray:
@@ -349,75 +382,69 @@ def beyond(path: str, array, rank: int) -> np.ndarray:
     return np.asarray(array)[..., rank:] if path.endswith("/a") else np.asarray(array)[rank:]
 
 
-FOUR = pytest.mark.parametrize(
-    ("config", "scan"), [(LLAMA, False), (LLAMA, True), (QWEN3, False), (QWEN3, True)],
-    ids=["llama-unrolled", "llama-scanned", "qwen3-unrolled", "qwen3-scanned"],
-)  # fmt: skip
-
-
 @FOUR
 def test_every_layer_of_every_kernel_gets_a_gradient_and_its_unused_columns_none(base, config, scan):
     m = base(config, scan_layers=scan)
-    fresh = m.new_adapter(seed=0, rank=RANK)
     assert {k.module for k in m.kernels} == {*ATTENTION, *MLP}
     assert sum(len(k.hf_names) for k in m.kernels) == 7 * config["num_hidden_layers"]
+    adapter = random_adapter(m)
+    fresh = {path: array * path.endswith("/a") for path, array in adapter.items()}  # b = 0, as every adapter begins
     for path, g in gradients(m, fresh).items():
-        assert not beyond(path, g, RANK).any()
-        used = np.moveaxis(g, 1, 0) if scan else g[None]  # [layers, ...]
-        assert all(layer.any() == path.endswith("/b") for layer in used)  # b = 0: nothing reaches a yet
-    for path, g in gradients(m, applied(m, random_adapter(m))).items():
-        assert g.any() and not beyond(path, g, RANK).any()
+        layers = np.moveaxis(g, 1, 0) if scan else g[None]
+        assert all(layer.any() == path.endswith("/b") for layer in layers), path  # b = 0: nothing reaches a
+        assert not beyond(path, g, RANK).any(), path
+    for path, g in gradients(m, adapter).items():
+        assert g.any() and not beyond(path, g, RANK).any(), path
 
 
-def test_the_gradient_of_the_adapter_matches_finite_differences_of_the_float64_forward(base):
-    """One random direction in all of (a, b) at once."""
-    m, tokens, tensors = base(QWEN3), random_tokens(), weights(QWEN3)
-    adapter, step = random_adapter(m), random_adapter(m, seed=1)
-    targets = random_tokens(1)
+@pytest.mark.parametrize(("config", "scan"), [(LLAMA, False), (QWEN3, True)], ids=["llama-unrolled", "qwen3-scanned"])
+def test_gradients_match_differences_of_the_float64_forward(base, config, scan):
+    """Along one random direction in all of (a, b) at once."""
+    m, tokens, targets = base(config, scan_layers=scan), random_tokens(), random_tokens(1)
+    adapter, direction = random_adapter(m), random_adapter(m, seed=1)
 
-    def oracle_sum(t: float) -> float:
-        moved = {k: adapter[k].astype(float) + t * step[k] for k in adapter}
-        lp = oracle(QWEN3, merged(tensors, {k: v for k, v in m.to_peft(moved, rank=RANK).items()}, RANK), tokens)
+    def total(t: float) -> float:
+        moved = {path: adapter[path] + t * direction[path].astype(float) for path in adapter}
+        lp = oracle(config, merged(weights(config), m.to_peft(moved, rank=RANK), RANK), tokens)
         return np.take_along_axis(lp, targets[..., None], -1).sum()
 
-    def model_sum(weights):
-        at = jnp.tile(jnp.arange(tokens.shape[1]), (len(tokens), 1))
-        logits = m.hidden(m.base, m.scaled(weights, jnp.float32(ALPHA / RANK)), jnp.asarray(tokens), at, at * 0 + 1) @ m.head.T
-        return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(targets)[..., None], -1).sum()
-
-    g = jax.device_get(jax.jit(jax.grad(model_sum))({k: jnp.asarray(v) for k, v in adapter.items()}))
-    slope = (oracle_sum(1e-4) - oracle_sum(-1e-4)) / 2e-4
-    assert sum((g[k] * step[k]).sum() for k in g) == pytest.approx(slope, rel=1e-3)
+    slope = sum((g * direction[path]).sum() for path, g in gradients(m, adapter).items())
+    assert slope == pytest.approx((total(1e-4) - total(-1e-4)) / 2e-4, rel=1e-4)
 
 
-@FOUR
-@pytest.mark.parametrize(("flags", "untrained"), [(dict(attn=False), ATTENTION), (dict(mlp=False), MLP)], ids=["mlp only", "attention only"])
-def test_modules_that_are_not_trained_are_zero_and_get_zero_gradients(base, config, scan, flags, untrained):
+@pytest.mark.parametrize(
+    ("config", "scan", "flags", "out"),
+    [(LLAMA, True, dict(attn=False), ATTENTION), (QWEN3, False, dict(mlp=False), MLP)],
+    ids=["mlp only", "attention only"],
+)
+def test_modules_that_are_not_trained_are_zero_and_get_zero_gradients(base, config, scan, flags, out):
     m = base(config, scan_layers=scan)
-    adapter = m.new_adapter(seed=0, rank=RANK, **flags)
-    adapter = {k: v + 0.1 if k.endswith("/b") and k.split("/")[-2] not in untrained else v for k, v in adapter.items()}
-    g = gradients(m, adapter)
-    for path in m.shapes:
-        out = path.split("/")[-2] in untrained
-        assert bool(np.asarray(adapter[path]).any()) != out and bool(g[path].any()) != out, path
-    names = {key.split(".")[-3] for key in m.to_peft(jax.device_get(adapter), rank=RANK)}
+    adapter = jax.device_get(m.new_adapter(seed=0, rank=RANK, **flags))
+    moved = {path: random_adapter(m)[path] if path.split("/")[-2] not in out else a for path, a in adapter.items()}
+    for path, g in gradients(m, moved).items():
+        trained = path.split("/")[-2] not in out
+        assert bool(moved[path].any()) == bool(g.any()) == trained, path
+        assert bool(adapter[path].any()) == (trained and path.endswith("/a")), path
+    modules = {key.split(".")[-3] for key in m.to_peft(adapter, rank=RANK)}
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
-    assert names == (attention if untrained == MLP else mlp)
+    assert modules == (attention if out == MLP else mlp)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-def test_a_seed_gives_the_same_adapter_whatever_the_servers_largest_rank_and_mesh(base, scan):
-    small, large = base(QWEN3, scan_layers=scan), base(QWEN3, max_rank=32, scan_layers=scan)
-    four = base(QWEN3, devices=4, scan_layers=scan)
-    ours, theirs, sharded = (
-        m.to_peft(jax.device_get(m.new_adapter(seed=7, rank=5)), rank=5) for m in (small, large, four)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(dict(), dict(max_rank=32)), (dict(), dict(devices=4)), (dict(scan_layers=True), dict(scan_layers=True, max_rank=32))],
+    ids=["max_rank", "mesh", "max_rank scanned"],
+)
+def test_a_seed_gives_the_same_adapter_whatever_the_servers_largest_rank_and_mesh(base, ours, theirs):
+    one, other = base(QWEN3, **ours), base(QWEN3, **theirs)
+    a, b, wider = (
+        m.to_peft(jax.device_get(m.new_adapter(seed=7, rank=rank)), rank=5)
+        for m, rank in ((one, 5), (other, 5), (one, MAX_RANK))
     )
-    assert ours.keys() == theirs.keys() == sharded.keys()
-    for key, tensor in ours.items():
-        np.testing.assert_array_equal(tensor, theirs[key])
-        np.testing.assert_array_equal(tensor, sharded[key])
-    wider = small.to_peft(jax.device_get(small.new_adapter(seed=7, rank=MAX_RANK)), rank=5)
-    assert all(np.array_equal(tensor, wider[key]) for key, tensor in ours.items())  # a smaller rank is its first rows
+    assert a.keys() == b.keys() == wider.keys()
+    for key, tensor in a.items():
+        np.testing.assert_array_equal(tensor, b[key])
+        np.testing.assert_array_equal(tensor, wider[key])  # a smaller rank is the first rows of a larger
 
 
 def test_a_fresh_adapter_is_uniform_in_a_and_zero_in_b(base):
@@ -438,10 +465,18 @@ def test_a_fresh_adapter_is_uniform_in_a_and_zero_in_b(base):
 
 def test_ranks_and_seeds_compile_nothing_after_the_first_adapter(base, compilations):
     m = base(QWEN3)
-    jax.block_until_ready([m.new_adapter(seed=0, rank=1), m.zeros()])
+    jax.block_until_ready(m.new_adapter(seed=0, rank=1))
     before = compilations()
-    jax.block_until_ready([m.new_adapter(seed=seed, rank=rank) for seed, rank in ((1, 2), (2**40, 8), (-1, 3))] + [m.zeros()])
+    jax.block_until_ready([m.new_adapter(seed=seed, rank=rank) for seed, rank in ((1, 2), (2**31 - 1, MAX_RANK))])
     assert compilations() == before
+
+
+@pytest.mark.xfail(reason="OverflowError: without x64 a traced seed is an int32", raises=OverflowError)
+def test_large_and_negative_seeds_are_seeds_too(base):
+    m = base(QWEN3)
+    a, b, c = (jax.device_get(m.new_adapter(seed=seed, rank=1)) for seed in (2**31, -1, 2**40))
+    path = next(path for path in m.shapes if path.endswith("/a"))
+    assert len({a[path].tobytes(), b[path].tobytes(), c[path].tobytes()}) == 3
 
 
 @pytest.mark.parametrize("rank", [0, -1, MAX_RANK + 1])
@@ -452,7 +487,7 @@ def test_a_rank_outside_the_servers_range_is_refused(base, rank):
 
 @FOUR
 def test_peft_tensors_read_back_as_the_adapter_they_were_written_from(base, config, scan):
-    m = base(config | SIZES["4 heads of 32 share 2"], scan_layers=scan)
+    m = base(config | HEADS_OF_32, scan_layers=scan)
     adapter = random_adapter(m)
     tensors = m.to_peft(adapter, rank=RANK)
     q = "base_model.model.model.layers.1.self_attn.q_proj.lora"
@@ -468,7 +503,8 @@ def test_peft_tensors_read_back_as_the_adapter_they_were_written_from(base, conf
 def test_a_peft_adapter_of_some_modules_leaves_the_others_zero(base):
     m = base(QWEN3)
     tensors = {k: v for k, v in m.to_peft(random_adapter(m), rank=RANK).items() if "layers.1.mlp.up_proj" in k}
-    assert {path for path, array in m.from_peft(tensors).items() if array.any()} == {"layers_1/mlp/wi_1/a", "layers_1/mlp/wi_1/b"}
+    back = m.from_peft(tensors)
+    assert {path for path, array in back.items() if array.any()} == {"layers_1/mlp/wi_1/a", "layers_1/mlp/wi_1/b"}
 
 
 def test_the_peft_config_names_the_rank_the_scale_and_every_module(base):
@@ -478,22 +514,27 @@ def test_the_peft_config_names_the_rank_the_scale_and_every_module(base):
 
 
 UP = "base_model.model.model.layers.0.mlp.up_proj"
+A, B = f"{UP}.lora_A.weight", f"{UP}.lora_B.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"base_model.model.lm_head.lora_A.weight": np.zeros((3, 48))}, "lm_head.lora_A.weight matches no module"),
-        ({"base_model.model.model.layers.2.mlp.up_proj.lora_A.weight": np.zeros((3, 48))}, "layers.2.mlp.up_proj.lora_A.weight matches no"),
+        ({A.replace("layers.0", "layers.2"): np.zeros((3, 48))}, "layers.2.mlp.up_proj.lora_A.weight matches no module"),
         ({f"{UP}.lora_magnitude_vector": np.zeros(72)}, "up_proj.lora_magnitude_vector matches no module"),
-        ({f"{UP}.lora_A.weight": np.zeros((3, 47))}, f"{UP}.lora_A.weight and lora_B have shapes (3, 47) and (72, 3)"),
-        ({f"{UP}.lora_B.weight": np.zeros((3, 72))}, f"{UP}.lora_A.weight and lora_B have shapes (3, 48) and (3, 72)"),
-        ({f"{UP}.lora_B.weight": np.zeros((72, 2))}, f"{UP}.lora_A.weight and lora_B have shapes (3, 48) and (72, 2)"),
-        ({f"{UP}.lora_A.weight": np.zeros((9, 48)), f"{UP}.lora_B.weight": np.zeros((72, 9))}, "(8 at most, 48) and (72, the same rank)"),
-        ({f"{UP}.lora_B.weight": None}, f"{UP}.lora_A.weight and lora_B have shapes (3, 48) and (0,)"),
-        ({f"{UP}.lora_A.weight": None}, f"{UP}.lora_A.weight and lora_B have shapes (0,) and (72, 3)"),
-        ({f"{UP}.lora_A.weight": np.zeros(())}, f"{UP}.lora_A.weight and lora_B have shapes () and (72, 3)"),
+        ({A: np.zeros((3, 47))}, f"{A} and lora_B have shapes (3, 47) and (72, 3)"),
+        ({B: np.zeros((3, 72))}, f"{A} and lora_B have shapes (3, 48) and (3, 72)"),
+        ({B: np.zeros((72, 2))}, f"{A} and lora_B have shapes (3, 48) and (72, 2)"),
+        ({A: np.zeros((9, 48)), B: np.zeros((72, 9))}, "(8 at most, 48) and (72, the same rank)"),
+        ({B: None}, f"{A} and lora_B have shapes (3, 48) and (0,)"),
+        ({A: None}, f"{A} and lora_B have shapes (0,) and (72, 3)"),
+        pytest.param(
+            {A: np.zeros(())}, f"{A} and lora_B have shapes () and (72, 3)",
+            marks=pytest.mark.xfail(reason="a scalar has no shape[0]", raises=IndexError),
+        ),
     ],
+    ids=["head", "layer", "part", "in", "transposed", "two ranks", "rank", "no b", "no a", "scalar"],
 )  # fmt: skip
 def test_foreign_peft_tensors_are_refused_by_name(base, change, message):
     m = base(QWEN3)
@@ -503,109 +544,141 @@ def test_foreign_peft_tensors_are_refused_by_name(base, change, message):
     assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------------- refusals
+# ---- refusals
 
 
-def refusal(root, directory, **options) -> str:
+def refusal(model, **options) -> str:
+    """The one line with which `load` turns a model down."""
     with pytest.raises(ValueError) as error:
-        load(ModelConfig(model=str(directory), **options), state_dir=root, devices=jax.devices()[:1])
+        load(ModelConfig(model=str(model), **options), state_dir=Path("unused"), devices=jax.devices()[:1])
     assert "\n" not in str(error.value), str(error.value)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "message"),
+    ("config", "message"),
     [
-        (QWEN3, dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not served (accepted: Qwen3ForCausalLM, Llama"),
-        (QWEN3, dict(architectures=[]), "architecture none is not served"),
-        (QWEN3, dict(attention_bias=True), "attention_bias is True; this server computes only False"),
-        (LLAMA, dict(mlp_bias=True), "mlp_bias is True; this server computes only False"),
-        (QWEN3, dict(use_sliding_window=True), "use_sliding_window is True"),
-        (LLAMA, dict(hidden_act="gelu"), "hidden_act is 'gelu'; this server computes only 'silu'"),
-        (LLAMA, dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}"),
-        (LLAMA, dict(rope_scaling={"type": "linear", "factor": 2}), "rope_type 'linear' is not served (accepted: default, llama3)"),
-        (QWEN3, dict(rope_parameters={"rope_type": "yarn", "factor": 4}), "rope_type 'yarn' is not served"),
-        (LLAMA, dict(rope_scaling=LLAMA3_ROPE["rope_scaling"] | {"factor": 32}), "are not Llama 3.1's"),
-        (QWEN3, LLAMA3_ROPE, "rope"),
+        (QWEN3 | dict(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not served (accepted: Qwen3ForCausalLM, Ll"),
+        (QWEN3 | dict(architectures=[]), "architecture none is not served"),
+        (QWEN3 | dict(attention_bias=True), "attention_bias is True; this server computes only False"),
+        (LLAMA | dict(mlp_bias=True), "mlp_bias is True; this server computes only False"),
+        (QWEN3 | dict(use_sliding_window=True), "use_sliding_window is True"),
+        (LLAMA | dict(hidden_act="gelu"), "hidden_act is 'gelu'; this server computes only 'silu'"),
+        (LLAMA | dict(quantization_config={"bits": 4}), "quantization_config is {'bits': 4}"),
+        (LLAMA | dict(rope_scaling={"type": "linear", "factor": 2}), "rope_type 'linear' is not served (accepted: default"),
+        (QWEN3 | dict(rope_parameters={"rope_type": "yarn", "factor": 4}), "rope_type 'yarn' is not served"),
+        (LLAMA | dict(rope_scaling=LLAMA3_SCALING | {"factor": 32.0}), "are not Llama 3.1's"),
+        pytest.param(
+            QWEN3 | LLAMA3_ROPE, "llama3",
+            marks=pytest.mark.xfail(reason="MaxText's Qwen3 computes plain rope whatever rope_use_scale says"),
+        ),
     ],
+    ids=["architecture", "none", "attention_bias", "mlp_bias", "window", "act", "bits", "linear", "yarn", "x32", "qwen3"],
 )  # fmt: skip
-def test_a_model_that_would_be_computed_wrongly_is_refused_in_one_line(tmp_path, family, change, message):
-    write(tmp_path, family | change, {})
-    assert message in (line := refusal(tmp_path, tmp_path)) and "config.json" in line
+def test_a_model_that_would_be_computed_wrongly_is_refused_in_one_line(tmp_path, config, message):
+    line = refusal(write(tmp_path, config, weights(QWEN3)))
+    assert message in line and str(tmp_path / "config.json") in line
 
 
-def test_a_path_that_is_not_there_is_refused_in_one_line(tmp_path):
-    line = refusal(tmp_path, tmp_path / "nowhere")
-    assert str(tmp_path / "nowhere") in line and "demo" in line and "Hugging Face directory" in line
-    assert "nowhere" in refusal(tmp_path, "./nowhere") and "nowhere" in refusal(tmp_path, "nowhere")
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/nowhere", "/no/where/at/all"])
+def test_a_path_that_is_not_there_is_refused_in_one_line(name):
+    accepted = "(accepted: a Hugging Face directory, a hub name such as Qwen/Qwen3-0.6B, or demo)"
+    assert refusal(name) == f"no such model directory: {name} {accepted}"
 
 
-def test_a_hub_name_without_a_network_is_refused_in_one_line(tmp_path):
-    assert "nobody/nothing is neither a directory nor could it be fetched" in refusal(tmp_path, "nobody/nothing")
+def test_a_hub_name_without_a_network_is_refused_in_one_line():
+    assert "nobody/nothing is neither a directory nor could it be fetched" in refusal("nobody/nothing")
 
 
 def test_a_directory_without_a_config_is_refused_in_one_line(tmp_path):
-    assert f"{tmp_path} has no config.json" in refusal(tmp_path, tmp_path)
+    assert f"{tmp_path} has no config.json" in refusal(tmp_path)
 
 
+@pytest.mark.xfail(reason="JSONDecodeError passes unnamed")
 def test_a_config_that_is_not_json_is_refused_in_one_line_that_names_it(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3')
-    assert "config.json" in refusal(tmp_path, tmp_path)
+    assert str(tmp_path / "config.json") in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads"])
+@pytest.mark.xfail(reason="KeyError", raises=KeyError)
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"])
 def test_a_config_without_a_size_is_refused_in_one_line_that_names_it(tmp_path, key):
-    write(tmp_path, {k: v for k, v in LLAMA.items() if k not in (key, "head_dim")}, weights(LLAMA))
-    assert key in refusal(tmp_path, tmp_path)
+    write(tmp_path, {k: v for k, v in LLAMA.items() if k not in (key, "head_dim")}, {})
+    line = refusal(tmp_path)
+    assert key in line and str(tmp_path / "config.json") in line
+
+
+@pytest.mark.xfail(reason="KeyError and pydantic's three lines")
+def test_what_an_older_config_leaves_out_has_the_value_that_hugging_face_gives_it(base, tmp_path):
+    """Llama 1 and 2 name no number of kv heads (as many as heads) and no rope; some write head_dim: null."""
+    config = LLAMA | dict(num_key_value_heads=3, rms_norm_eps=1e-6)
+    absent = ("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+    older = {k: v for k, v in config.items() if k not in absent} | dict(head_dim=None)
+    m, tokens = load_from(write(tmp_path, older, weights(config))), random_tokens()
+    np.testing.assert_allclose(
+        logprobs(m, m.zeros(), tokens), oracle(config, weights(config), tokens), atol=1e-4, rtol=0
+    )
 
 
 def test_a_directory_without_weights_is_refused_in_one_line(tmp_path):
-    write(tmp_path, QWEN3, {})
-    assert "tensor" in refusal(tmp_path, tmp_path)  # an empty file
+    write(tmp_path, QWEN3, {})  # a file of no tensors
+    assert f"{tmp_path} has no *.safetensors file" in refusal(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert f"{tmp_path} has no *.safetensors file" in refusal(tmp_path, tmp_path)
+    assert f"{tmp_path} has no *.safetensors file" in refusal(tmp_path)
 
 
 def test_a_missing_file_of_a_sharded_checkpoint_is_refused_in_one_line(tmp_path):
     split_checkpoint(write(tmp_path, QWEN3, weights(QWEN3)))
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    assert "weight file model-00002-of-00002.safetensors is missing (1 of 2" in refusal(tmp_path, tmp_path)
+    assert f"{tmp_path}: weight file model-00002-of-00002.safetensors is missing (1 of 2" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 100, -1])
 def test_a_truncated_weight_file_is_refused_in_one_line(tmp_path, kept):
     file = write(tmp_path, QWEN3, weights(QWEN3)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    assert f"{file} is not a whole safetensors file" in refusal(tmp_path, tmp_path)
+    assert f"{file} is not a whole safetensors file" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=["llama", "qwen3"])
-def test_a_tensor_that_is_missing_or_misshapen_is_refused_by_name(tmp_path, family, scan, name):
+TENSORS = [
+    (LLAMA, False, "model.layers.1.mlp.up_proj.weight"), (QWEN3, True, "model.layers.1.self_attn.q_proj.weight"),
+    (QWEN3, False, "model.norm.weight"), (LLAMA, True, "model.embed_tokens.weight"), (LLAMA, True, "lm_head.weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "scan", "name"), TENSORS)
+def test_a_missing_tensor_is_refused_by_name(tmp_path, family, scan, name):
+    write(tmp_path, family, {k: w for k, w in weights(family).items() if k != name})
+    assert refusal(tmp_path, scan_layers=scan) == f"{tmp_path}: tensor {name} is in none of its weight files"
+
+
+SHAPE_BUG = pytest.mark.xfail(reason="MaxText's hooks reshape before the shape is compared")
+
+
+@pytest.mark.parametrize(("family", "scan", "name"), [pytest.param(*t, marks=SHAPE_BUG if "_proj" in t[2] else ()) for t in TENSORS])
+def test_a_misshapen_tensor_is_refused_by_name(tmp_path, family, scan, name):
     tensors = weights(family)
     wrong = np.zeros([n + 1 for n in tensors[name].shape], np.float32)
     write(tmp_path, family, tensors | {name: wrong})
-    assert f"{name} has shape" in (line := refusal(tmp_path, tmp_path, scan_layers=scan)) and str(wrong.shape) in line
-    write(tmp_path, family, {k: v for k, v in tensors.items() if k != name})
-    assert f"tensor {name} is in none of its weight files" in refusal(tmp_path, tmp_path, scan_layers=scan)
+    assert f"{tmp_path}: {name} has shape {wrong.shape}" in refusal(tmp_path, scan_layers=scan)
 
 
-def test_a_transposed_square_or_reshapeable_tensor_is_refused(tmp_path):
-    """(72, 48) and (48, 72) have as many numbers: a reshape would take either."""
+@pytest.mark.parametrize("name", [pytest.param("model.layers.0.mlp.up_proj.weight", marks=SHAPE_BUG), "lm_head.weight"])
+def test_a_transposed_tensor_is_refused_by_name(tmp_path, name):
+    """It has as many numbers, so that a reshape would take it."""
     tensors = weights(LLAMA)
-    for name in ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"):
-        write(tmp_path, LLAMA, tensors | {name: np.ascontiguousarray(tensors[name].T)})
-        assert f"{name} has shape" in refusal(tmp_path, tmp_path)
+    write(tmp_path, LLAMA, tensors | {name: np.ascontiguousarray(tensors[name].T)})
+    assert f"{tmp_path}: {name} has shape {tensors[name].T.shape}" in refusal(tmp_path)
 
 
+@pytest.mark.xfail(reason="the flags are not checked: pydantic's, a ZeroDivisionError, an AssertionError")
 @pytest.mark.parametrize(("option", "value"), [("dtype", "float8"), ("max_rank", 0), ("remat", "sometimes")])
-def test_a_flag_out_of_its_range_is_refused_in_one_line_that_names_it(root, base, option, value):
-    line = refusal(root, base(QWEN3).directory, **{option: value})
-    assert option.replace("_", "-") in line.replace("_", "-") and str(value) in line
+def test_a_flag_out_of_its_range_is_refused_in_one_line_that_names_it(base, option, value):
+    line = refusal(base(QWEN3).directory, **{option: value})
+    assert option in line.replace("-", "_") and str(value) in line
 
 
-# ---------------------------------------------------------------------------------------------------- the demo model
+# ---- the demo model
 
 
 @pytest.fixture(scope="module")
@@ -617,8 +690,9 @@ def tokenizer(root):
 
 def test_the_demo_is_written_once_and_always_the_same(tmp_path):
     one, two = write_demo(tmp_path / "one"), write_demo(tmp_path / "two")
-    assert {f.name for f in one.iterdir()} == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {f.name: f.read_bytes() for f in one.iterdir()} == {f.name: f.read_bytes() for f in two.iterdir()}
+    files = {f.name: f.read_bytes() for f in one.iterdir()}
+    assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files == {f.name: f.read_bytes() for f in two.iterdir()}
     assert {f.name for f in tmp_path.iterdir()} == {"one", "two"}
     written = (one / "model.safetensors").stat().st_mtime_ns
     assert write_demo(tmp_path / "one") == one and (one / "model.safetensors").stat().st_mtime_ns == written
