@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,14 @@ class ModelConfig:
     scan_layers: bool | None = (
         None  # one compiled layer for all; unset: from 9 layers on (small models step faster without)
     )
-    remat: str = "none"  # MaxText's remat_policy; scanned layers are always rematerialised
+    remat: str = "none"  # none, minimal or full (MaxText's remat_policy); scanned layers are always rematerialised
+
+    def __post_init__(self):
+        if self.max_rank < 1:
+            raise ValueError(f"--max-rank is {self.max_rank}; it must be at least 1")
+        for name, accepted in {"dtype": ("float32", "bfloat16", None), "remat": ("none", "minimal", "full")}.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"--{name} is {getattr(self, name)}; accepted: {', '.join(filter(None, accepted))}")
 
 
 class Hidden(nnx.Module):
@@ -202,7 +209,7 @@ class Model:
                 if not any(key in left for key in keys):
                     continue
                 a_hf, b_hf = (left.pop(key, np.empty(0)) for key in keys)
-                rank = a_hf.shape[0]
+                rank = a_hf.shape[0] if a_hf.ndim else 0
                 if (
                     a_hf.shape != (rank, a_layer.shape[0])
                     or b_hf.shape != (b_layer.shape[1], rank)
@@ -283,7 +290,9 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
 
     def fill(path, leaf):
         key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
-        return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis)
+        kernel = "/".join(map(str, path[2:-1]))
+        hf_shape = (shapes[f"{kernel}/b"][-1], shapes[f"{kernel}/a"][0]) if f"{kernel}/a" in shapes else None
+        return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis, hf_shape)
 
     base = nnx.from_flat_state(
         [(path, leaf.replace(fill(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(params)]
@@ -291,12 +300,13 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
     if cfg.logits_via_embedding:
         head = nnx.to_pure_dict(base)["base"]["token_embedder"]["embedding"]
     else:
-        spec = PartitionSpec("fsdp" if cfg.vocab_size % mesh.shape["fsdp"] == 0 else None, None)
+        spec = PartitionSpec("fsdp") if cfg.vocab_size % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
         shape = jax.ShapeDtypeStruct(
             (cfg.vocab_size, cfg.emb_dim), cfg.weight_dtype, sharding=NamedSharding(mesh, spec)
         )
         head = _place(tensors, "lm_head.weight", None, shape)
-    _check_sharding([*jax.tree.leaves(base), head], mesh)
+    norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
+    _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], mesh, norms)
     return Model(
         name=config.model,
         directory=directory,
@@ -342,7 +352,7 @@ def read_config(directory: Path) -> dict:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: not a Hugging Face model directory")
-    config = json.loads(path.read_text())
+    config = _read_json(path)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"{path}: architecture {architecture} is not served (accepted: {', '.join(FAMILIES)})")
@@ -355,14 +365,26 @@ def read_config(directory: Path) -> dict:
     }.items():
         if config.get(key, accepted) != accepted:
             raise ValueError(f"{path}: {key} is {config[key]!r}; this server computes only {accepted!r}")
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if missing := [key for key in sizes if not isinstance(config.get(key), int) or config[key] < 1]:
+        raise ValueError(f"{path}: {missing[0]} is {config.get(missing[0])!r}; a positive number is needed")
+    qwen3, heads = architecture == "Qwen3ForCausalLM", config["num_attention_heads"]
+    absent = {  # what transformers takes for what an older config leaves out
+        "num_key_value_heads": heads,
+        "head_dim": 128 if qwen3 else config["hidden_size"] // heads,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768 if qwen3 else 2048,
+        "tie_word_embeddings": False,
+    }
+    config |= {key: value for key, value in absent.items() if config.get(key) is None}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     config["rope_theta"] = config.get("rope_theta", rope.get("rope_theta", 10_000.0))
     config["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if config["rope_type"] == "llama3" and any(rope.get(k) != v for k, v in LLAMA31_ROPE.items()):
         raise ValueError(f"{path}: rope parameters {rope} are not Llama 3.1's {LLAMA31_ROPE}, the only scaling served")
-    if config["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"{path}: rope_type {config['rope_type']!r} is not served (accepted: default, llama3)")
+    ropes = ("default",) if qwen3 else ("default", "llama3")  # MaxText's Qwen3 never scales
+    if config["rope_type"] not in ropes:
+        raise ValueError(f"{path}: rope_type {config['rope_type']!r} is not served (accepted: {', '.join(ropes)})")
     return config
 
 
@@ -383,7 +405,7 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
         vocab_size=hf["vocab_size"],
         rope_max_timescale=int(hf["rope_theta"]),
         normalization_layer_epsilon=hf["rms_norm_eps"],
-        logits_via_embedding=hf.get("tie_word_embeddings", False),
+        logits_via_embedding=hf["tie_word_embeddings"],
         **extra | ({"rope_use_scale": True} if hf["rope_type"] == "llama3" else {}),
         dtype=dtype,
         weight_dtype=dtype,
@@ -479,16 +501,28 @@ def _hooked(tensor: np.ndarray, shape: tuple[int, ...], hook: Callable | list | 
     return np.asarray(apply_hook_fns(tensor, shape, hook))
 
 
-def _place(tensors: "Tensors", source: str | list[str], hook, leaf: jax.ShapeDtypeStruct, scan_axis: int = 0) -> Array:
-    """One leaf of the base, from its tensors to its shards; the host holds one leaf at a time."""
+def _place(
+    tensors: "Tensors", source: str | list[str], hook, leaf: jax.ShapeDtypeStruct, scan_axis: int = 0, hf_shape=None
+) -> Array:
+    """One leaf of the base, from its tensors to its shards; the host holds one at a time. `hf_shape`: of a tensor."""
     stacked = isinstance(source, list)
-    shape = leaf.shape[:scan_axis] + leaf.shape[scan_axis + 1 :] if stacked else leaf.shape
-    parts = [_hooked(tensors[name], shape, hook) for name in (source if stacked else [source])]
-    for name, part in zip(source if stacked else [source], parts, strict=True):
-        if part.shape != shape:
-            raise ValueError(f"{tensors.directory}: {name} has shape {part.shape}, config.json implies {shape}")
-    value = (np.stack(parts, axis=scan_axis) if stacked else parts[0]).astype(leaf.dtype)
+    shape, parts = leaf.shape[:scan_axis] + leaf.shape[scan_axis + 1 :] if stacked else leaf.shape, []
+    for name in source if stacked else [source]:
+        tensor = tensors[name]
+        if tensor.shape != (hf_shape or shape):  # before the hook, which would reshape
+            got, implied = tensor.shape, hf_shape or shape
+            raise ValueError(f"{tensors.directory}: {name} has shape {got}, config.json implies {implied}")
+        part = _hooked(tensor.astype(np.float32) if hook else tensor, shape, hook)  # hooks scale: round only once
+        parts.append(part.astype(leaf.dtype))
+    value = np.stack(parts, axis=scan_axis) if stacked else parts[0]
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 class Tensors:
@@ -498,7 +532,7 @@ class Tensors:
         self.directory = directory
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self.files: dict[str, str] = _read_json(index).get("weight_map", {})
         else:
             self.files = {
                 name: path.name
@@ -527,20 +561,15 @@ class Tensors:
         return self._open(self.files[name]).get_tensor(name)
 
 
-def _check_sharding(arrays: list[Array], mesh: Mesh) -> None:
-    """FSDP must really shard: every device holds 1/n of the matrices, and all of the vectors (norms)."""
-    size = lambda shape, array: math.prod(shape) * array.dtype.itemsize
-    unique = {id(array): array for array in arrays}.values()
-    whole = sum(size(a.shape, a) for a in unique)
-    held = sum(size(a.sharding.shard_shape(a.shape), a) for a in unique)
-    vectors = sum(size(a.shape, a) for a in unique if a.sharding.is_fully_replicated)
-    log.info(
-        "base: %.1f MB, %.1f MB on each of %d devices (%.1f %%)", whole / 1e6, held / 1e6, mesh.size, 100 * held / whole
-    )
-    if held > 1.02 * (whole - vectors) / mesh.size + vectors:
-        raise RuntimeError(
-            f"a device holds {held:,} of {whole:,} bytes: the base is not sharded over {mesh.size} devices"
-        )
+def _check_sharding(matrices: list[Array], mesh: Mesh, norms: Sequence[Array] = ()) -> None:
+    """FSDP must really shard: a device holds 1/n of the matrices (within 2 %) and all of the norms, which are small."""
+    unique = list({id(array): array for array in matrices}.values())  # a tied head is the embedding
+    whole, small = (sum(array.nbytes for array in arrays) for arrays in (unique, norms))
+    held = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in unique)
+    mb = (whole + small) / 1e6, (held + small) / 1e6
+    log.info("base: %.1f MB, %.1f MB on each of %d devices (%.1f %%)", *mb, mesh.size, 100 * mb[1] / mb[0])
+    if held > 1.02 * whole / mesh.size:
+        raise RuntimeError(f"a device holds {held:,} of {whole:,} bytes: not sharded over {mesh.size} devices")
 
 
 # ---- the demo model

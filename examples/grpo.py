@@ -1,19 +1,19 @@
-"""GRPO in a page: a client that teaches a policy to sort, through the official `tinker` SDK and nothing of this repository.
+"""GRPO in a page: a client that teaches a policy a task by reward alone. It speaks the official `tinker` SDK, nothing else.
 
-    warm-up:  shuffled answers -> forward_backward(cross_entropy) -> optim_step
-    loop:     snapshot -> sample N a prompt -> reward -> advantage -> forward_backward(importance_sampling) -> optim_step
+    warm-up: answers in the right form -> forward_backward(cross_entropy) -> optim_step
+    a step:  snapshot -> sample N a prompt -> reward -> advantage -> forward_backward(importance_sampling) -> optim_step
 
-The task: the prompt is three different digits, `507=`; the answer is the same digits ascending, `057`, and the end of the text.
-The reward is 1 for exactly that, else 0. Warm-up answers are the prompt's digits in a random order: they teach the form of an
-answer and nothing of sorting, so a policy that has learned them is right once in 3! = 6. Order is learned from rewards alone.
-Rewards before and after are measured on prompts that are held out of both phases.
+The task: a prompt is three different digits, `572=`; its answer is the smallest and the largest of them, `27`. The reward
+is 1 for exactly that, else 0. Warm-up answers are two of the prompt's digits drawn at random: they teach the form and nothing
+of size, so a policy that has learned them is right one time in 6. Which digit is smaller is learned from rewards alone.
+The rewards before and after are measured on prompts held out of both phases, by sampling at temperature 1.
 
-What to look at: `kl`, the mean of sampling - training log-probs. Every step is on-policy, so the sampler and the trainer score the
-same tokens under the same weights: what differs is their arithmetic, about 1e-7. A kl of 1e-2 would mean training on wrong ratios.
+Look at `kl`, the mean over tokens of sampling - training log-prob. Every step is on-policy: sampler and trainer score the same
+tokens with the same weights, so it shows their arithmetic only, and is about 0. At 1e-2 the ratios of the loss would be wrong.
 
-Left out: a KL penalty to a reference, several epochs over a batch (then use the loss `ppo`), overlap of sampling and training.
-Run: `uv run examples/grpo.py --serve`, or against a running server `TINKER_BASE_URL=http://... uv run examples/grpo.py`.
-Read first: `train`, which is the algorithm; the rest is the task and the report.
+Left out: a KL penalty to a reference, several steps a batch (that needs the loss `ppo`), overlap of sampling and training.
+Run: `uv run examples/grpo.py --serve`, or with a server running: `TINKER_BASE_URL=http://... uv run examples/grpo.py`.
+Read first: `train`, which is the algorithm.
 """
 
 import contextlib
@@ -26,9 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -40,138 +39,135 @@ from rich.table import Table
 from tinker import types
 
 SERVER = Path(__file__).resolve().parent.parent / "server.py"
-HELD_OUT = 128  # of the 720 prompts
 START_S = 300.0  # the longest wait for a server started here
+PROMPTS = ["".join(digits) for digits in itertools.permutations("0123456789", 3)]  # 720
+HELD_OUT = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     base_url: str | None = None  # the server; unset: $TINKER_BASE_URL
     model: str | None = None  # unset: the first that the server names
-    serve: bool = False  # start the repository's server on a free port, and stop it at the end
+    serve: bool = False  # start the repository's server.py on a free port, and stop it at the end
     state_dir: Path | None = None  # of the server that --serve starts; unset: a temporary folder
     seed: int = 0  # of the adapter, the prompts and the sampling
     rank: int = 32  # of the adapter
-    warmup_steps: int = 200  # supervised steps
+    warmup_steps: int = 150  # supervised steps
     warmup_batch: int = 64  # answers a supervised step
     warmup_learning_rate: float = 5e-3
-    steps: int = 80  # GRPO steps
+    steps: int = 60  # GRPO steps
     prompts: int = 16  # prompts a GRPO step
     samples: int = 16  # answers a prompt: one group
-    learning_rate: float = 3e-3  # of the first GRPO step; falls linearly to 0
-    plot: Path = Path("grpo.png")  # reward over steps
+    learning_rate: float = 2e-3
+    plot: Path = Path("grpo.png")  # where the curve of the reward goes
 
     def __post_init__(self):
-        for name, least in dict(seed=0, warmup_steps=0, warmup_batch=1, steps=1, prompts=1, samples=2).items():
+        limits = {"seed": 0, "warmup_steps": 0, "warmup_batch": 1, "steps": 1, "prompts": 1, "samples": 2}
+        for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.prompts > 720 - HELD_OUT:
-            raise ValueError(f"prompts is {self.prompts}; a step draws different ones, of {720 - HELD_OUT}")
+        if self.prompts > len(PROMPTS) - HELD_OUT:
+            raise ValueError(f"prompts is {self.prompts}; at most {len(PROMPTS) - HELD_OUT} different ones exist")
         if self.serve and self.base_url:
-            raise ValueError(f"serve starts a server, and base_url {self.base_url!r} names another: give one of the two")
+            raise ValueError(f"base_url is {self.base_url!r}, but serve starts a server of its own: drop one of the two")
 
 
 # ---------------------------------------------------------------------------------------------------- the task
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The task in tokens."""
+def solve(digits: str) -> str:
+    return min(digits) + max(digits)
 
-    tokenizer: Any
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+    """An adapter in training, and text as its model reads it."""
+
+    client: tinker.TrainingClient
+    encode: Callable[[str], list[int]]
 
     def prompt(self, digits: str) -> list[int]:
-        return self.tokenizer.encode(f"{digits}=", add_special_tokens=False)
-
-    def answer(self, digits: str) -> list[int]:
-        return self.tokenizer.encode(digits, add_special_tokens=False)
+        return self.encode(f"{digits}=")
 
     def reward(self, digits: str, tokens: Sequence[int]) -> float:
-        return float(list(tokens) == self.answer(min(digits) + max(digits)))
+        return float(list(tokens) == self.encode(solve(digits)))
 
+    def datum(self, digits: str, answer: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
+        """`inputs` are per token of the answer; the prompt's own tokens get zeros, which count for nothing."""
+        prompt = self.prompt(digits)
+        tokens, unscored = [*prompt, *answer], [0.0] * (len(prompt) - 1)
+        tensors = {name: np.array([*unscored, *values], np.float32) for name, values in inputs.items()}
+        targets = {"target_tokens": np.array(tokens[1:])} | tensors
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={name: types.TensorData.from_numpy(value) for name, value in targets.items()},
+        )
 
-def all_prompts(rng: np.random.Generator) -> tuple[list[str], list[str]]:
-    """(for training, held out)"""
-    prompts = rng.permutation(["".join(digits) for digits in itertools.permutations("0123456789", 3)]).tolist()
-    return prompts[HELD_OUT:], prompts[:HELD_OUT]
+    def step(self, data: list[types.Datum], loss: types.LossFnType, rate: float) -> types.ForwardBackwardOutput:
+        """One optimizer step on the sum of the losses (AdamW: the size of that sum hardly matters)."""
+        forward_backward = self.client.forward_backward(data, loss)
+        optim_step = self.client.optim_step(types.AdamParams(learning_rate=rate))  # sent before the first is waited for
+        output = forward_backward.result()
+        optim_step.result()
+        return output
 
-
-def make_datum(prompt: list[int], answer: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
-    """Predict `answer` after `prompt`; `inputs` are per answer token. The prompt's own tokens get zeros: they count for nothing."""
-    tokens = [*prompt, *answer]
-    padded = {name: [0.0] * (len(prompt) - 1) + list(values) for name, values in inputs.items()}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], **padded}
-    )
+    def sample(self, prompts: Sequence[str], samples: int, *, seed: int, temperature: float = 1.0):
+        """The present policy's answers: `samples` sequences for each prompt."""
+        policy = self.client.save_weights_and_get_sampling_client().result()  # an immutable snapshot of the adapter
+        futures = []
+        for i, digits in enumerate(prompts):
+            length = len(self.encode(solve(digits)))
+            params = types.SamplingParams(max_tokens=length, temperature=temperature, seed=seed + i)
+            futures.append(policy.sample(types.ModelInput.from_ints(self.prompt(digits)), samples, params))
+        return [future.result().sequences for future in futures]
 
 
 # ---------------------------------------------------------------------------------------------------- the algorithm
 
 
-def warm_up(
-    client: tinker.TrainingClient, task: Task, prompts: list[str], config: Config, rng: np.random.Generator
-) -> Iterator[dict]:
-    """Supervised steps on answers in no order. Yields each one's loss an answer."""
+def warm_up(learner: Learner, prompts: list[str], config: Config, rng: np.random.Generator) -> Iterator[dict]:
+    """Supervised steps on two digits of the prompt. Yields each step's loss an answer."""
     for _ in range(config.warmup_steps):
-        batch = []
-        for digits in rng.choice(prompts, config.warmup_batch):
-            answer = task.answer("".join(rng.permutation(list(digits))[:2]))
-            batch.append(make_datum(task.prompt(digits), answer, weights=[1.0] * len(answer)))
-        forward_backward = client.forward_backward(batch, "cross_entropy")
-        optim_step = client.optim_step(types.AdamParams(learning_rate=config.warmup_learning_rate))
-        loss = forward_backward.result().metrics["loss:sum"]  # both were sent before the first is waited for
-        optim_step.result()
-        yield dict(loss=loss / len(batch))
+        data = []
+        for digits in rng.choice(prompts, config.warmup_batch).tolist():
+            answer = learner.encode("".join(rng.permutation(list(digits))[:2]))
+            data.append(learner.datum(digits, answer, weights=[1.0] * len(answer)))
+        output = learner.step(data, "cross_entropy", config.warmup_learning_rate)
+        yield {"loss": output.metrics["loss:sum"] / len(data)}
 
 
-def sample(
-    client: tinker.TrainingClient, task: Task, prompts: Sequence[str], samples: int, *, seed: int, temperature: float = 1.0
-) -> list[list[types.SampledSequence]]:
-    """The present policy's answers: a group of `samples` for each prompt."""
-    policy = client.save_weights_and_get_sampling_client().result()  # an immutable snapshot of the adapter
-    futures = []
-    for i, digits in enumerate(prompts):
-        params = types.SamplingParams(max_tokens=len(task.answer(digits)), temperature=temperature, seed=seed + i)
-        futures.append(policy.sample(types.ModelInput.from_ints(task.prompt(digits)), samples, params))
-    return [list(future.result().sequences) for future in futures]
-
-
-def train(
-    client: tinker.TrainingClient, task: Task, prompts: list[str], config: Config, rng: np.random.Generator
-) -> Iterator[dict]:
+def train(learner: Learner, prompts: list[str], config: Config, rng: np.random.Generator) -> Iterator[dict]:
     """GRPO: an answer better than its group's mean becomes likelier, a worse one less likely. Yields each step's figures.
 
-    Reference: Shao et al. 2024 (arXiv 2402.03300), equation 3, on-policy (one step a batch, so nothing to clip) and without its KL
-    term. The advantage is not divided by the group's standard deviation: Liu et al. 2025 (arXiv 2503.20783).
+    Reference: Shao et al. 2024 (arXiv 2402.03300), equation 3, with one step a batch (nothing to clip) and without its KL
+    term; the advantage is not divided by the group's standard deviation (Liu et al. 2025, arXiv 2503.20783).
     """
-    for step in range(config.steps):
+    for _ in range(config.steps):
         chosen = rng.choice(prompts, config.prompts, replace=False).tolist()
-        groups = sample(client, task, chosen, config.samples, seed=int(rng.integers(2**30)))
-        rewards = np.array([[task.reward(d, s.tokens) for s in group] for d, group in zip(chosen, groups, strict=True)])
+        groups = learner.sample(chosen, config.samples, seed=int(rng.integers(2**30)))
+        rewards = np.array([[learner.reward(d, s.tokens) for s in g] for d, g in zip(chosen, groups, strict=True)])
         advantages = rewards - rewards.mean(axis=1, keepdims=True)  # [prompts, samples]
 
-        batch, sampling_logprobs = [], []
-        for digits, group, of_group in zip(chosen, groups, advantages.tolist(), strict=True):
-            for s, advantage in zip(group, of_group, strict=True):
-                per_token = dict(logprobs=s.logprobs, advantages=[advantage] * len(s.tokens))
-                batch.append(make_datum(task.prompt(digits), s.tokens, **per_token))
-                sampling_logprobs.append(np.array(s.logprobs))
-        forward_backward = client.forward_backward(batch, "importance_sampling")
-        optim_step = client.optim_step(types.AdamParams(learning_rate=config.learning_rate * (1 - step / config.steps)))
-        outputs = forward_backward.result().loss_fn_outputs
-        optim_step.result()
+        answers = [(digits, s) for digits, group in zip(chosen, groups, strict=True) for s in group]
+        data = [
+            learner.datum(digits, s.tokens, logprobs=s.logprobs, advantages=[advantage] * len(s.tokens))
+            for (digits, s), advantage in zip(answers, advantages.ravel(), strict=True)
+        ]
+        output = learner.step(data, "importance_sampling", config.learning_rate)
 
-        logprobs = [output["logprobs"].to_numpy() for output in outputs]  # the trainer's, of prompt and answer
-        gaps = np.concatenate([p - q[-len(p) :] for p, q in zip(sampling_logprobs, logprobs, strict=True)])
-        yield dict(reward=rewards.mean(), kl=gaps.mean(), largest_gap=np.abs(gaps).max())
+        training = [o["logprobs"].to_numpy() for o in output.loss_fn_outputs]  # before the step, of prompt and answer
+        gaps = [s.logprobs - q[-len(s.logprobs) :] for (_, s), q in zip(answers, training, strict=True)]
+        gap = np.concatenate(gaps)
+        yield {"reward": rewards.mean(), "kl": gap.mean(), "largest gap": np.abs(gap).max()}
 
 
-def evaluate(client: tinker.TrainingClient, task: Task, prompts: list[str]) -> dict:
-    """Mean reward over `prompts`: of two samples each at temperature 1, and of the greedy answer."""
+def evaluate(learner: Learner, prompts: list[str]) -> dict:
+    """Mean reward of two samples a prompt at temperature 1, and of the greedy answer."""
     figures = {}
     for name, samples, temperature in (("reward", 2, 1.0), ("greedy", 1, 0.0)):
-        groups = sample(client, task, prompts, samples, seed=0, temperature=temperature)
-        figures[name] = np.mean([task.reward(d, s.tokens) for d, g in zip(prompts, groups, strict=True) for s in g])
+        groups = learner.sample(prompts, samples, seed=0, temperature=temperature)
+        rewards = [learner.reward(d, s.tokens) for d, group in zip(prompts, groups, strict=True) for s in group]
+        figures[name] = np.mean(rewards)
     return figures
 
 
@@ -179,22 +175,19 @@ def evaluate(client: tinker.TrainingClient, task: Task, prompts: list[str]) -> d
 
 
 def watch(progress: Progress, name: str, steps: Iterable[dict], total: int) -> list[dict]:
-    """Run the steps under a progress bar."""
     bar, rows = progress.add_task(name, total=total, figures=""), []
     for row in steps:
         rows.append(row)
-        progress.update(bar, advance=1, figures="  ".join(f"{key} {value:.2g}" for key, value in row.items()))
+        progress.update(bar, advance=1, figures=" ".join(f"{key} {value:.2g}" for key, value in row.items()))
     return rows
 
 
 def table(before: dict, steps: list[dict], after: dict) -> Table:
-    out = Table("", "reward", "greedy", "kl", "largest gap", title="mean reward; sampling - training log-probs")
-    shown = range(0, len(steps), -(-len(steps) // 8))
-    rows = [("held out, before", before), *((f"step {i}", steps[i]) for i in shown), ("held out, after", after)]
-    for name, row in rows:
-        figures = [format(row[key], form) if key in row else ""
-                   for key, form in dict(reward=".3f", greedy=".3f", kl=".1e", largest_gap=".1e").items()]  # fmt: skip
-        out.add_row(name, *figures)
+    columns = {"reward": ".3f", "greedy": ".3f", "kl": ".1e", "largest gap": ".1e"}
+    out = Table("", *columns, title="mean reward, and sampling - training log-probs")
+    shown = [(f"step {i}", steps[i]) for i in range(0, len(steps), -(-len(steps) // 8))]  # eight of them
+    for name, row in [("held out, before", before), *shown, ("held out, after", after)]:
+        out.add_row(name, *(format(row[key], form) if key in row else "" for key, form in columns.items()))
     return out
 
 
@@ -203,9 +196,9 @@ def plot(before: dict, steps: list[dict], after: dict, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.plot([row["reward"] for row in steps], label="training prompts, each step")
+    axes.plot([row["reward"] for row in steps], label="training prompts")
     axes.plot([0, len(steps)], [before["reward"], after["reward"]], "o", label="held-out prompts")
-    axes.axhline(1 / 6, color="grey", linestyle=":", label="any order (1/6)")
+    axes.axhline(1 / 6, color="grey", linestyle=":", label="any two digits of the prompt")
     axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1.02))
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,61 +206,62 @@ def plot(before: dict, steps: list[dict], after: dict, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def server(state_dir: Path | None) -> Iterator[str]:
+def served(state_dir: Path) -> Iterator[str]:
     """server.py as a child process; yields its address."""
-    with contextlib.ExitStack() as stack:
-        folder = state_dir if state_dir is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "server.log"
-        log = stack.enter_context(path.open("wb"))
-        child = subprocess.Popen([sys.executable, SERVER, "--port", "0", "--state-dir", folder], stdout=log, stderr=log)
+    state_dir.mkdir(parents=True, exist_ok=True)
+    log = state_dir / "server.log"
+    with log.open("wb") as out:
+        child = subprocess.Popen([sys.executable, SERVER, "--port=0", "--state-dir", state_dir], stdout=out, stderr=out)
+    try:
+        give_up = time.monotonic() + START_S
+        while not (ready := re.search(r"TINKER_BASE_URL=(\S+)", log.read_text())):
+            if child.poll() is not None or time.monotonic() > give_up:
+                raise RuntimeError(f"server.py did not start; its log ends\n{log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield ready[1]
+    finally:
+        child.send_signal(signal.SIGINT)
         try:
-            give_up = time.monotonic() + START_S
-            while not (ready := re.search(r"TINKER_BASE_URL=(\S+)", path.read_text())):
-                if child.poll() is not None or time.monotonic() > give_up:
-                    raise RuntimeError(f"server.py did not start; the end of its log:\n{path.read_text()[-2000:]}")
-                time.sleep(0.1)
-            yield ready[1]
-        finally:
-            child.send_signal(signal.SIGINT)
-            try:
-                child.wait(10)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 def main(config: Config) -> None:
     console, started = Console(), time.monotonic()
     with contextlib.ExitStack() as stack:
-        base_url = config.base_url if config.base_url is not None else os.environ.get("TINKER_BASE_URL")
+        base_url = config.base_url or os.environ.get("TINKER_BASE_URL")
         if config.serve:
+            state_dir = config.state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             with console.status("starting server.py"):
-                base_url = stack.enter_context(server(config.state_dir))
+                base_url = stack.enter_context(served(state_dir))
         if not base_url:
-            raise ValueError("no server: set --base-url or $TINKER_BASE_URL, or start one here with --serve")
+            raise ValueError("base_url is not set: give --base-url or $TINKER_BASE_URL, or start a server with --serve")
         key = os.environ.get("TINKER_API_KEY", "tml-any")  # a server without a key takes any
-        service = stack.enter_context(tinker.ServiceClient(base_url=base_url, api_key=key))
-        model = config.model or service.get_server_capabilities().supported_models[0].model_name
-        console.print(f"{base_url} serves {model} after {time.monotonic() - started:.0f} s")
+        capabilities = tinker.RestClient(base_url=base_url, api_key=key).get_server_capabilities().result()
+        model = config.model or capabilities.supported_models[0].model_name
+        console.print(f"{base_url} serves {model}, {time.monotonic() - started:.0f} s after the start")
 
+        service = stack.enter_context(tinker.ServiceClient(base_url=base_url, api_key=key))
         client = service.create_lora_training_client(model, rank=config.rank, seed=config.seed).result()
-        task, rng = Task(client.get_tokenizer()), np.random.default_rng(config.seed)
-        prompts, held_out = all_prompts(rng)
-        columns = *Progress.get_default_columns(), TextColumn("{task.fields[figures]}")
-        with Progress(*columns, console=console) as progress:
-            watch(progress, "warm-up", warm_up(client, task, prompts, config, rng), config.warmup_steps)
-            before = evaluate(client, task, held_out)
-            steps = watch(progress, "GRPO", train(client, task, prompts, config, rng), config.steps)
-        after = evaluate(client, task, held_out)
+        tokenizer, rng = client.get_tokenizer(), np.random.default_rng(config.seed)
+        learner = Learner(client=client, encode=lambda text: tokenizer.encode(text, add_special_tokens=False))
+        prompts = rng.permutation(PROMPTS).tolist()
+        held_out, prompts = prompts[:HELD_OUT], prompts[HELD_OUT:]
+        with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[figures]}"), console=console) as progress:
+            watch(progress, "warm-up", warm_up(learner, prompts, config, rng), config.warmup_steps)
+            before = evaluate(learner, held_out)
+            steps = watch(progress, "GRPO", train(learner, prompts, config, rng), config.steps)
+        after = evaluate(learner, held_out)
     console.print(table(before, steps, after))
     plot(before, steps, after, config.plot)
-    console.print(f"{config.plot} after {time.monotonic() - started:.0f} s")
+    console.print(f"{config.plot} written, {time.monotonic() - started:.0f} s after the start")
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that there is no PyTorch
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # or it says that PyTorch is missing
     try:
-        main(tyro.cli(Config, description="GRPO through the tinker SDK: a policy learns to sort three digits."))
+        main(tyro.cli(Config, description="GRPO through the tinker SDK: a policy learns a task by reward alone."))
     except (ValueError, RuntimeError) as error:
         sys.exit(f"grpo.py: {error}")
