@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ Adapter = dict[
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model: str = DEMO  # a Hugging Face directory, a hub name (org/name), or "demo", which is written on first use
-    dtype: Literal["float32", "bfloat16"] | None = None  # unset: bfloat16 on TPU, float32 elsewhere
+    dtype: str | None = None  # float32 or bfloat16; unset: bfloat16 on TPU, float32 elsewhere
     max_rank: int = 32  # the largest LoRA rank a client may ask for; every adapter takes the room of this one
     scan_layers: bool | None = (
         None  # one compiled layer for all; unset: from 9 layers on (small models step faster without)
@@ -305,6 +305,7 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
             (cfg.vocab_size, cfg.emb_dim), cfg.weight_dtype, sharding=NamedSharding(mesh, spec)
         )
         head = _place(tensors, "lm_head.weight", None, shape)
+    tensors.check_all_read()
     norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
     _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], mesh, norms)
     return Model(
@@ -545,6 +546,7 @@ class Tensors:
                 f"{directory}: weight file {missing[0]} is missing "
                 f"({len(missing)} of {len(set(self.files.values()))} named by the index)"
             )
+        self.unread = set(self.files)
         if not self.files:
             raise ValueError(f"{directory} has no *.safetensors file (other weight formats are not read)")
 
@@ -558,7 +560,19 @@ class Tensors:
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.files:
             raise ValueError(f"{self.directory}: tensor {name} is in none of its weight files")
-        return self._open(self.files[name]).get_tensor(name)
+        self.unread.discard(name)
+        try:
+            return self._open(self.files[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.directory / self.files[name]} has no whole tensor {name}: {error}") from error
+
+    def check_all_read(self) -> None:
+        """A tensor that nothing asked for (a bias, a layer too many): this server would compute another model."""
+        known = ("rotary_emb.inv_freq", "lm_head.weight")  # derived; the embedding again where the two are tied
+        if unread := sorted(name for name in self.unread if not name.endswith(known)):
+            raise ValueError(
+                f"{self.directory}: tensor {unread[0]} ({len(unread)} in all) is not part of the model served"
+            )
 
 
 def _check_sharding(matrices: list[Array], mesh: Mesh, norms: Sequence[Array] = ()) -> None:

@@ -105,8 +105,10 @@ async def _load(url: str, session_id: str, config: Config) -> None:
         )
         ids = [answer.json()["request_id"] for answer in asked]
         poll = lambda i: client.post("retrieve_future", json={"request_id": ids[i]})
-        while any([answer.status_code == 408 for answer in await asyncio.gather(*map(poll, range(-config.polls, 0)))]):
-            pass  # the last of a queue: idle until those before them are done
+        pending = True
+        while pending:  # on the last of a queue: idle until those before them are done
+            answers = await asyncio.gather(*map(poll, range(-config.polls, 0)))
+            pending = any(answer.status_code == 408 for answer in answers)
 
 
 def main(config: Config) -> None:

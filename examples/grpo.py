@@ -69,7 +69,9 @@ class Config:
         if self.prompts > len(PROMPTS) - HELD_OUT:
             raise ValueError(f"prompts is {self.prompts}; at most {len(PROMPTS) - HELD_OUT} different ones exist")
         if self.serve and self.base_url:
-            raise ValueError(f"base_url is {self.base_url!r}, but serve starts a server of its own: drop one of the two")
+            raise ValueError(
+                f"base_url is {self.base_url!r}, but serve starts a server of its own: drop one of the two"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- the task
@@ -249,7 +251,9 @@ def main(config: Config) -> None:
         learner = Learner(client=client, encode=lambda text: tokenizer.encode(text, add_special_tokens=False))
         prompts = rng.permutation(PROMPTS).tolist()
         held_out, prompts = prompts[:HELD_OUT], prompts[HELD_OUT:]
-        with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[figures]}"), console=console) as progress:
+        with Progress(
+            *Progress.get_default_columns(), TextColumn("{task.fields[figures]}"), console=console
+        ) as progress:
             watch(progress, "warm-up", warm_up(learner, prompts, config, rng), config.warmup_steps)
             before = evaluate(learner, held_out)
             steps = watch(progress, "GRPO", train(learner, prompts, config, rng), config.steps)
