@@ -25,11 +25,12 @@ from safetensors.numpy import load_file
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-pytestmark = pytest.mark.skip(reason="unfinished: not yet seen to pass as a whole; a test of it waits for ever")
-
 
 # The SDK drops its connections unclosed when a client goes.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+pytestmark = [
+    pytest.mark.skip(reason="unfinished: not yet seen to pass as a whole; a test of it waits for ever"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
 
 ROOT = Path(__file__).parent.parent
 TOKENS = list(b"the quick brown fox jumps over the lazy dog")
