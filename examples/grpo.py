@@ -1,18 +1,18 @@
-"""GRPO in a page: a client that teaches a policy a task by reward alone. It speaks the official `tinker` SDK, nothing else.
+"""GRPO in a page: a client that teaches a policy by reward alone, through the official `tinker` SDK and nothing else.
 
-    warm-up: answers in the right form -> forward_backward(cross_entropy) -> optim_step
-    a step:  snapshot -> sample N a prompt -> reward -> advantage -> forward_backward(importance_sampling) -> optim_step
+    warm-up: answers of the right form -> forward_backward(cross_entropy) -> optim_step
+    a step:  snapshot -> N samples a prompt -> reward -> advantage -> forward_backward(importance_sampling) -> optim_step
 
-The task: a prompt is three different digits, `572=`; its answer is the smallest and the largest of them, `27`. The reward
-is 1 for exactly that, else 0. Warm-up answers are two of the prompt's digits drawn at random: they teach the form and nothing
-of size, so a policy that has learned them is right one time in 6. Which digit is smaller is learned from rewards alone.
-The rewards before and after are measured on prompts held out of both phases, by sampling at temperature 1.
+The task: a prompt is three different digits, `572=`; its answer is the two smallest in order, `25`. The reward is 1 for
+exactly that, else 0. Warm-up answers are two of the prompt's digits drawn at random: they teach the form and nothing of
+order, so a policy that has learned them is right one time in 6. What is smaller is learned from rewards alone.
+Rewards before and after are measured on prompts held out of both phases, sampled at temperature 1.
 
-Look at `kl`, the mean over tokens of sampling - training log-prob. Every step is on-policy: sampler and trainer score the same
-tokens with the same weights, so it shows their arithmetic only, and is about 0. At 1e-2 the ratios of the loss would be wrong.
+Look at `kl`, the mean over tokens of sampling - training log-prob. Every step is on-policy: sampler and trainer score the
+same tokens with the same weights, so it shows their arithmetic only: about 0. At 1e-2 the loss would use wrong ratios.
 
-Left out: a KL penalty to a reference, several steps a batch (that needs the loss `ppo`), overlap of sampling and training.
-Run: `uv run examples/grpo.py --serve`, or with a server running: `TINKER_BASE_URL=http://... uv run examples/grpo.py`.
+Left out: a KL penalty to a reference, several steps a batch (they need the loss `ppo`), sampling while training.
+Run: `uv run examples/grpo.py --serve`; with a server running: `TINKER_BASE_URL=http://... uv run examples/grpo.py`.
 Read first: `train`, which is the algorithm.
 """
 
@@ -52,10 +52,10 @@ class Config:
     state_dir: Path | None = None  # of the server that --serve starts; unset: a temporary folder
     seed: int = 0  # of the adapter, the prompts and the sampling
     rank: int = 32  # of the adapter
-    warmup_steps: int = 150  # supervised steps
+    warmup_steps: int = 120  # supervised steps
     warmup_batch: int = 64  # answers a supervised step
     warmup_learning_rate: float = 5e-3
-    steps: int = 60  # GRPO steps
+    steps: int = 50  # GRPO steps
     prompts: int = 16  # prompts a GRPO step
     samples: int = 16  # answers a prompt: one group
     learning_rate: float = 2e-3
@@ -69,16 +69,14 @@ class Config:
         if self.prompts > len(PROMPTS) - HELD_OUT:
             raise ValueError(f"prompts is {self.prompts}; at most {len(PROMPTS) - HELD_OUT} different ones exist")
         if self.serve and self.base_url:
-            raise ValueError(
-                f"base_url is {self.base_url!r}, but serve starts a server of its own: drop one of the two"
-            )
+            raise ValueError(f"base_url is {self.base_url!r}, but serve starts its own server: give only one")
 
 
 # ---------------------------------------------------------------------------------------------------- the task
 
 
 def solve(digits: str) -> str:
-    return min(digits) + max(digits)
+    return "".join(sorted(digits)[:2])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,10 +97,10 @@ class Learner:
         prompt = self.prompt(digits)
         tokens, unscored = [*prompt, *answer], [0.0] * (len(prompt) - 1)
         tensors = {name: np.array([*unscored, *values], np.float32) for name, values in inputs.items()}
-        targets = {"target_tokens": np.array(tokens[1:])} | tensors
+        tensors["target_tokens"] = np.array(tokens[1:])
         return types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={name: types.TensorData.from_numpy(value) for name, value in targets.items()},
+            loss_fn_inputs={name: types.TensorData.from_numpy(values) for name, values in tensors.items()},
         )
 
     def step(self, data: list[types.Datum], loss: types.LossFnType, rate: float) -> types.ForwardBackwardOutput:
@@ -139,7 +137,7 @@ def warm_up(learner: Learner, prompts: list[str], config: Config, rng: np.random
 
 
 def train(learner: Learner, prompts: list[str], config: Config, rng: np.random.Generator) -> Iterator[dict]:
-    """GRPO: an answer better than its group's mean becomes likelier, a worse one less likely. Yields each step's figures.
+    """GRPO: an answer better than its group's mean becomes likelier, a worse one less. Yields each step's figures.
 
     Reference: Shao et al. 2024 (arXiv 2402.03300), equation 3, with one step a batch (nothing to clip) and without its KL
     term; the advantage is not divided by the group's standard deviation (Liu et al. 2025, arXiv 2503.20783).
@@ -242,7 +240,9 @@ def main(config: Config) -> None:
             raise ValueError("base_url is not set: give --base-url or $TINKER_BASE_URL, or start a server with --serve")
         key = os.environ.get("TINKER_API_KEY", "tml-any")  # a server without a key takes any
         capabilities = tinker.RestClient(base_url=base_url, api_key=key).get_server_capabilities().result()
-        model = config.model or capabilities.supported_models[0].model_name
+        model = config.model or next((m.model_name for m in capabilities.supported_models if m.model_name), None)
+        if model is None:
+            raise ValueError(f"model is not set, and {base_url} names none: give --model")
         console.print(f"{base_url} serves {model}, {time.monotonic() - started:.0f} s after the start")
 
         service = stack.enter_context(tinker.ServiceClient(base_url=base_url, api_key=key))
@@ -251,9 +251,8 @@ def main(config: Config) -> None:
         learner = Learner(client=client, encode=lambda text: tokenizer.encode(text, add_special_tokens=False))
         prompts = rng.permutation(PROMPTS).tolist()
         held_out, prompts = prompts[:HELD_OUT], prompts[HELD_OUT:]
-        with Progress(
-            *Progress.get_default_columns(), TextColumn("{task.fields[figures]}"), console=console
-        ) as progress:
+        columns = *Progress.get_default_columns(), TextColumn("{task.fields[figures]}")
+        with Progress(*columns, console=console) as progress:
             watch(progress, "warm-up", warm_up(learner, prompts, config, rng), config.warmup_steps)
             before = evaluate(learner, held_out)
             steps = watch(progress, "GRPO", train(learner, prompts, config, rng), config.steps)
