@@ -52,10 +52,10 @@ class Config:
     state_dir: Path | None = None  # of the server that --serve starts; unset: a temporary folder
     seed: int = 0  # of the adapter, the prompts and the sampling
     rank: int = 32  # of the adapter
-    warmup_steps: int = 120  # supervised steps
+    warmup_steps: int = 150  # supervised steps
     warmup_batch: int = 64  # answers a supervised step
     warmup_learning_rate: float = 5e-3
-    steps: int = 50  # GRPO steps
+    steps: int = 70  # GRPO steps
     prompts: int = 16  # prompts a GRPO step
     samples: int = 16  # answers a prompt: one group
     learning_rate: float = 2e-3

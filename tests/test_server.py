@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -27,7 +28,6 @@ from tinker.proto import tinker_public_pb2 as pb
 
 # The SDK drops its connections unclosed when a client goes.
 pytestmark = [
-    pytest.mark.skip(reason="unfinished: not yet seen to pass as a whole; a test of it waits for ever"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
 
@@ -51,6 +51,7 @@ def connect(url: str, api_key: str = "tml-test") -> tinker.ServiceClient:
 @pytest.fixture
 def service(server):
     """A session of its own: closing it frees its adapters, of which a server has few."""
+    assert server.process.poll() is None, "the server has ended"  # the SDK would try again for minutes
     client = connect(server.url)
     yield client
     client.close("success").result()
@@ -219,10 +220,10 @@ def test_a_policy_loss_trains_on_what_was_sampled(service, loss_fn):
     client = new_adapter(service)
     sampler = client.save_weights_and_get_sampling_client().result()
     sequence = sampler.sample(prompt(TOKENS[:9]), 1, types.SamplingParams(max_tokens=6, seed=1)).result().sequences[0]
-    zeros, ones = [0.0] * 8, [1.0] * len(sequence.tokens)
-    one = datum(TOKENS[:9] + sequence.tokens, weights=None, logprobs=zeros + sequence.logprobs, advantages=zeros + ones)
+    sampled, zeros, ones = list(sequence.logprobs or ()), [0.0] * 8, [1.0] * len(sequence.tokens)
+    one = datum(TOKENS[:9] + sequence.tokens, weights=None, logprobs=zeros + sampled, advantages=zeros + ones)
     before = logprobs(client.forward_backward([one], loss_fn).result())[0]
-    np.testing.assert_allclose(before[8:], sequence.logprobs, atol=1e-4)
+    np.testing.assert_allclose(before[8:], sampled, atol=1e-4)
     client.optim_step(ADAM).result()
     assert sum(logprobs(client.forward([one], loss_fn).result())[0][8:]) > sum(before[8:])
 
@@ -327,7 +328,7 @@ def test_a_finished_session_makes_room_for_another_client(server):
 
 LONG = [1] * 600
 IMAGE = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
-BAD_DATA = {  # name: (data, loss, what the message must name)
+BAD_DATA: dict[str, tuple[list[types.Datum], Any, str]] = {  # name: (data, loss, what the message must name)
     "unequal lengths": ([datum(), datum(weights=[1.0])], "cross_entropy", r"data\[1\].*weights"),
     "unequal targets": ([datum(target_tokens=[1, 2])], "cross_entropy", r"data\[0\].*target_tokens"),
     "target out of range": ([datum(), datum(target_tokens=[10**6] * 42)], "cross_entropy", r"data\[1\].*target_tokens"),
@@ -550,7 +551,7 @@ def test_a_stop_token_or_string_ends_a_sequence_and_belongs_to_it(service, sampl
     assert (sequence.tokens, sequence.stop_reason) == (free.tokens[: at + 1], "stop")
     assert len(sequence.logprobs) == at + 1
     tokenizer = new_adapter(service).get_tokenizer()
-    text = next(filter(str.isalnum, map(tokenizer.decode, free.tokens)))
+    text = next(text for token in free.tokens if (text := str(tokenizer.decode([token]))).isalnum())
     length = next(n for n in range(25) if text in tokenizer.decode(free.tokens[:n]))
     stopped = types.SamplingParams(max_tokens=24, seed=3, stop=[text])
     sequence = sampler.sample(prompt(), 1, stopped).result().sequences[0]
@@ -563,7 +564,7 @@ def test_prompt_logprobs_are_the_trainers(service):
     sampler = client.save_weights_and_get_sampling_client().result()
     first, *rest = sampler.compute_logprobs(prompt()).result()
     assert first is None
-    np.testing.assert_allclose(rest, expected, atol=1e-4)
+    np.testing.assert_allclose(np.array(rest, float), expected, atol=1e-4)
 
 
 def test_only_the_last_prompt_logprobs_are_told_when_only_they_are_asked_for(sampler):
@@ -799,7 +800,10 @@ def busy(url: str, key: str, client: tinker.TrainingClient) -> threading.Thread:
         assert http.post("asample", json=sample_body(sampler_id, seq, max_tokens=400)).status_code == 200
 
     def poll() -> None:
-        with http, contextlib.suppress(httpx.TransportError):  # cut off is an end too: the SDK asks again
+        with (
+            contextlib.closing(http),
+            contextlib.suppress(httpx.TransportError),
+        ):  # cut off is an end too: the SDK asks again
             assert http.post("retrieve_future", json={"request_id": working}).status_code == 408
 
     asleep = threading.Thread(target=poll)
