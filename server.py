@@ -24,7 +24,9 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -42,7 +44,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
@@ -73,7 +75,7 @@ class ServerConfig:
     port: int = 8000  # 0 takes a free one
     api_key: str | None = None  # clients send it as TINKER_API_KEY; unset: $TINKER_SERVER_API_KEY, or none is checked
     state_dir: Path = Path("state")  # checkpoints, compiled programs and the demo model live here
-    max_body_mb: int = 64  # larger requests are refused with 413
+    max_body_mb: int = 16  # larger requests are refused with 413; the SDK sends at most 5 MB and one datum
 
 
 class NotFound(LookupError):
@@ -82,6 +84,16 @@ class NotFound(LookupError):
 
 class Gone(LookupError):
     """Answered with 410: it was here, and will not come back."""
+
+
+class WeightsInfo(pydantic.BaseModel):
+    """Two bodies for which the SDK has no type."""
+
+    tinker_path: str
+
+
+class TimeToLive(pydantic.BaseModel):
+    ttl_seconds: int | None = None
 
 
 # ---- what the server remembers
@@ -173,10 +185,13 @@ class Service:
 
     # -- order and promises
 
-    def enqueue(self, run: Run, seq_id: int | None, work: Callable[[], Awaitable[dict | bytes]]) -> dict:
+    def enqueue(
+        self, run: Run, seq_id: int | None, work: Callable[[], Awaitable[dict | bytes]], *, first: bool = False
+    ) -> dict:
         """Accept a request of one model: a promise now, `work` when every smaller seq_id is done."""
-        if seq_id is None or seq_id < 0:
+        if not first and not 1 <= (seq_id or 0) < 2**63:
             raise ValueError(f"seq_id is {seq_id}; requests of a model are numbered from 1")
+        seq_id = 0 if first else int(seq_id or 0)
         if seq_id not in run.requests:
             self.check_alive(run.session)
             if seq_id < run.next_seq:
@@ -268,6 +283,8 @@ class Service:
             for promise, _ in run.pending.values():
                 promise.fail(Gone(f"session {session.session_id} has ended"))
             run.pending.clear()
+            if run.worker is not None:
+                await asyncio.wait([run.worker])  # what runs may yet make an adapter or a snapshot
             await self.on_device(self.trainer.release, run.model_id)
         for snapshot in session.snapshots:
             await asyncio.to_thread(self.store.remove_snapshot, snapshot)
@@ -283,10 +300,8 @@ class Service:
     # -- training
 
     def new_run(self, session_id: str, model_seq_id: int, user_metadata: dict | None) -> Run:
-        session, model_id = (
-            self.session(session_id),
-            f"{session_id}:train:{model_seq_id}",
-        )  # the SDK derives the same id
+        session = self.session(session_id)
+        model_id = cache.check_run_id(f"{session_id}:train:{model_seq_id}")  # the SDK derives the same id
         if model_id not in self.runs:
             now = datetime.now(UTC).isoformat()
             metadata = {key: str(value) for key, value in (user_metadata or {}).items()}
@@ -319,7 +334,7 @@ class Service:
             await self.on_device(self.trainer.create, run.model_id, seed=seed, **options)
             return await self.created(run, "create_model", **options, seed=seed)
 
-        return self.enqueue(run, 0, work)
+        return self.enqueue(run, 0, work, first=True)
 
     async def created(self, run: Run, kind: str, **options) -> dict:
         run.info |= options
@@ -383,7 +398,9 @@ class Service:
         run = self.find(self.runs, request.model_id, "model")
 
         async def work() -> dict:
-            path = TinkerPath(run.model_id, "weights", request.path or f"auto-{request.seq_id:06d}")
+            path = TinkerPath(
+                run.model_id, "weights", request.path if request.path is not None else f"auto-{request.seq_id:06d}"
+            )
             tensors, state = await self.on_device(self.trainer.checkpoint, run.model_id)
             files = {"adapter.safetensors": await asyncio.to_thread(safetensors.numpy.save, tensors)}
             await asyncio.to_thread(
@@ -419,7 +436,7 @@ class Service:
             )
             return answer | {"path": request.path}
 
-        return self.enqueue(run, seq_id, work)
+        return self.enqueue(run, seq_id, work, first=request.session_id is not None)
 
     def open_checkpoint(self, path: str, segments: tuple[str, ...]) -> cache.Checkpoint:
         parsed = TinkerPath.parse(path)
@@ -477,9 +494,9 @@ class Service:
 
         return self.enqueue(run, request.seq_id, work)
 
-    async def weights_info(self, request: dict) -> dict:
-        path = request.get("tinker_path", "")
-        meta = (await asyncio.to_thread(self.open_checkpoint, path, tuple(cache.SEGMENTS))).meta
+    async def weights_info(self, request: WeightsInfo) -> dict:
+        checkpoint = await asyncio.to_thread(self.open_checkpoint, request.tinker_path, tuple(cache.SEGMENTS))
+        meta = checkpoint.meta
         return {
             "base_model": meta["base_model"],
             "is_lora": True,
@@ -535,11 +552,9 @@ class Service:
                 wire.validate_sample(
                     request, vocab_size=self.model.vocab_size, context_tokens=self.sampler.context_tokens
                 )
-                future = self.sampler.submit(
-                    request, sampler.folder
-                )  # Overloaded: 429, the same seq_id will come again
+                future = self.sampler.submit(request, sampler.folder)  # Overloaded: 429, then the same seq_id again
             except ValueError as error:
-                promise.fail(error)
+                await self.settle(sampler, functools.partial(promise.fail, error), promise)
             else:
                 promise.cancel = future.cancel
                 future.add_done_callback(functools.partial(self.sampled, asyncio.get_running_loop(), sampler, promise))
@@ -560,14 +575,15 @@ class Service:
         except BaseException as error:  # CancelledError included
             answer = functools.partial(promise.fail, Gone("cancelled") if future.cancelled() else error)
 
-        async def settle() -> None:
-            answer()
-            sampler.completions.append(promise)
-            async with sampler.completed:
-                sampler.completed.notify_all()
-
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: self.spawn(settle()))
+            loop.call_soon_threadsafe(lambda: self.spawn(self.settle(sampler, answer, promise)))
+
+    async def settle(self, sampler: SamplingSession, answer: Callable[[], None], promise: Promise) -> None:
+        """Resolve a sample and tell whoever polls its whole session."""
+        answer()
+        sampler.completions.append(promise)
+        async with sampler.completed:
+            sampler.completed.notify_all()
 
     async def retrieve_futures(self, request: types.FuturesRetrieveRequest) -> dict:
         """What of one sampling session has finished since `prev_cursor`; the results are then fetched one by one."""
@@ -588,8 +604,8 @@ class Service:
         ]
         return {"completions": completions, "cursor": len(sampler.completions)}
 
-    async def cancel_future(self, request: dict) -> dict:
-        promise = self.find(self.promises, request.get("request_id", ""), "future")
+    async def cancel_future(self, request: types.FutureRetrieveRequest) -> dict:
+        promise = self.find(self.promises, request.request_id, "future")
         promise.cancel()
         return {"request_id": promise.request_id}
 
@@ -679,6 +695,7 @@ def http_status(error: Exception) -> int:
         (Gone, 410),
         (Overloaded, 429),
         (ValueError, 400),
+        (ClientDisconnect, 400),  # nobody reads it
     ):
         if isinstance(error, kind):
             return status
@@ -694,29 +711,29 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
 
 def routes(service: Service) -> list[Route]:
     s, limit = service, service.config.max_body_mb * 2**20
+    # JSON is parsed under the GIL, in no thread without stopping the loop: no more of it than a prompt can be.
+    prompts = min(limit, 2**18 + 64 * service.sampler.context_tokens)
 
     async def read(request: Request) -> bytes:
+        most = prompts if request.url.path == f"{API}/asample" else limit
         body = bytearray()
         async for part in request.stream():
             body += part
-            if len(body) > limit:
-                raise HTTPException(413, f"the request is larger than {limit} bytes (--max-body-mb)")
+            if len(body) > most:
+                allowed = (
+                    f"a prompt has {s.sampler.context_tokens} tokens at most" if most == prompts else "--max-body-mb"
+                )
+                raise HTTPException(413, f"the request is larger than {most} bytes ({allowed})")
         return bytes(body)
 
-    def post(path: str, verb: Callable[[Any], Awaitable[dict | Response]], kind: type | None = None) -> Route:
-        """`kind`: the SDK's own request type, bytes for the raw body, dict for any JSON object."""
+    def post(
+        path: str, verb: Callable[[Any], Awaitable[dict | Response]], kind: type[pydantic.BaseModel] | None = None
+    ) -> Route:
+        """`kind`: the type of the request, None for the raw body."""
 
         async def endpoint(request: Request) -> Response:
             body = await read(request)
-            if kind is bytes:
-                answer = await verb(body)
-            elif kind in (dict, None):
-                parsed = json.loads(body or b"{}")
-                if not isinstance(parsed, dict):
-                    raise ValueError("the body must be a JSON object")
-                answer = await verb(parsed)
-            else:
-                answer = await verb(kind.model_validate_json(body))
+            answer = await verb(body if kind is None else kind.model_validate_json(body))
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 
         return Route(f"{API}/{path}", endpoint, methods=["POST"])
@@ -759,8 +776,8 @@ def routes(service: Service) -> list[Route]:
         return TinkerPath.parse("tinker://{run}/{segment}/{name}".format(**request.path_params))
 
     async def ttl(request: Request) -> None:
-        body = json.loads(await read(request))
-        await asyncio.to_thread(s.store.set_ttl, named(request), body.get("ttl_seconds"))
+        body = TimeToLive.model_validate_json(await read(request))
+        await asyncio.to_thread(s.store.set_ttl, named(request), body.ttl_seconds)
 
     async def external_urls(request: Request) -> dict:
         checkpoint = await asyncio.to_thread(s.store.open, named(request))
@@ -777,12 +794,15 @@ def routes(service: Service) -> list[Route]:
         """Links carry their own permission: clients fetch them without the key."""
         folder, file = request.path_params["object"], request.path_params["file"]
         expires, signature = request.query_params.get("expires", "0"), request.query_params.get("signature", "")
-        genuine = expires.isdigit() and hmac.compare_digest(signature, s.sign(folder, file, int(expires)))
+        genuine = re.fullmatch("[0-9]{1,12}", expires) and hmac.compare_digest(
+            signature.encode(), s.sign(folder, file, int(expires)).encode()
+        )
         if not genuine or int(expires) < time.time():
-            return JSONResponse(
-                {"detail": "this link is wrong or has expired; ask for external_weights_urls again"}, 403
-            )
-        return FileResponse(s.store.root / "objects" / folder / file)
+            raise HTTPException(403, "this link is wrong or has expired; ask for external_weights_urls again")
+        path = s.store.root / "objects" / folder / file
+        if not path.is_file():
+            raise NotFound(f"{file} is gone: its checkpoint was deleted")
+        return FileResponse(path)
 
     async def sessions(request: Request) -> dict:
         items, _ = page(request, list(reversed(s.sessions)))
@@ -813,18 +833,18 @@ def routes(service: Service) -> list[Route]:
         post("session_heartbeat", s.session_heartbeat, types.SessionHeartbeatRequest),
         post("create_model", s.create_model, types.CreateModelRequest),
         post("get_info", s.get_info, types.GetInfoRequest),
-        post("forward_backward", s.forward_backward, bytes),
+        post("forward_backward", s.forward_backward),
         post("optim_step", s.optim_step, types.OptimStepRequest),
         post("save_weights", s.save_weights, types.SaveWeightsRequest),
         post("load_weights", s.load_weights, types.LoadWeightsRequest),
         post("save_weights_for_sampler", s.save_weights_for_sampler, types.SaveWeightsForSamplerRequest),
         post("save_weights_external", s.save_weights_external, types.SaveWeightsExternalRequest),
-        post("weights_info", s.weights_info, dict),
+        post("weights_info", s.weights_info, WeightsInfo),
         post("create_sampling_session", s.create_sampling_session, types.CreateSamplingSessionRequest),
-        post("asample", s.asample, bytes),
+        post("asample", s.asample),
         post("retrieve_future", s.retrieve_future, types.FutureRetrieveRequest),
         post("retrieve_futures", s.retrieve_futures, types.FuturesRetrieveRequest),
-        post("cancel_future", s.cancel_future, dict),
+        post("cancel_future", s.cancel_future, types.FutureRetrieveRequest),
         route("healthz", lambda _: constant({"status": "ok"})),
         route("get_server_capabilities", lambda _: constant({"supported_models": models})),
         route("samplers/{sampler}", lambda request: s.get_sampler(request.path_params["sampler"])),
@@ -873,6 +893,7 @@ def application(service: Service) -> Starlette:
         LookupError: on_error,
         ValueError: on_error,
         Overloaded: on_error,
+        ClientDisconnect: on_error,
         Exception: on_error,
     }
     middleware = [Middleware(CheckKey, key=service.config.api_key)]
@@ -947,7 +968,8 @@ def main(config: ServerConfig) -> None:
         "<yours>" if config.api_key else "tml-any",
     )
     options = uvicorn.Config(application(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="on")
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has shut down
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises either again when it has shut down
+    with contextlib.suppress(KeyboardInterrupt):
         Server(options, service).run(sockets=[sock])
     sampler.close()
     store.close()
@@ -970,4 +992,5 @@ if __name__ == "__main__":
     except (ValueError, RuntimeError) as error:
         sys.exit(f"server.py: {error}")
     except KeyboardInterrupt:  # while the model was loading
+        print("server.py: interrupted before it was ready", file=sys.stderr)
         sys.exit(130)

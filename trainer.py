@@ -178,6 +178,7 @@ def adamw_program(weights: Adapter, gradients: Adapter, moments, step, adam: Flo
     direction, state = rule.update(clipped, optax.ScaleByAdamState(step, *moments))
     updated = jax.tree.map(lambda w, d: w - learning_rate * (d + weight_decay * w), weights, direction)
     assert isinstance(state, optax.ScaleByAdamState)
+    finite &= jnp.isfinite(optax.tree.norm(updated))  # an absurd learning rate must not destroy the adapter either
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     return (
         keep(updated, weights),
@@ -214,10 +215,8 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile everything once, on an adapter of its own."""
         self.create("warm-up", seed=0, rank=1)
-        for trained in ({}, {"train_attn": False}, {"train_mlp": False}):
-            self.model.new_adapter(
-                seed=0, rank=1, attn=trained.get("train_attn", True), mlp=trained.get("train_mlp", True)
-            )
+        for attn, mlp in ((True, False), (False, True)):
+            self.model.new_adapter(seed=0, rank=1, attn=attn, mlp=mlp)
         datum = _WarmUp(
             np.zeros(2, np.int32), {name: np.zeros(2, np.float32) for name in ("target_tokens", *TOKEN_INPUTS)}
         )
@@ -298,7 +297,8 @@ class Trainer:
         state.weights, state.gradients, state.moments, out = self._adamw(*states, np.int32(state.step), numbers)
         norm, applied = map(float, np.asarray(out))
         state.step, state.accumulated = state.step + int(applied), 0
-        return {"optim/grad_norm": norm, "optim/skipped": 1.0 - applied, "optim/step": float(state.step)}
+        metrics = {"optim/skipped": 1.0 - applied, "optim/step": float(state.step)}
+        return metrics | ({"optim/grad_norm": norm} if math.isfinite(norm) else {})  # JSON has no NaN
 
     def snapshot(self, model_id: str) -> tuple[dict[str, np.ndarray], dict]:
         """The adapter as PEFT tensors and adapter_config.json, copied to the host: later steps cannot reach it."""
@@ -364,20 +364,13 @@ class _WarmUp:
 
 
 def check_adam(adam: Mapping[str, float]) -> Float32[np.ndarray, "6"]:
-    """The six numbers in the order of ADAM; ValueError names the first outside its domain."""
-    domains = {
-        "learning_rate": (0, math.inf),
-        "beta1": (0, 1),
-        "beta2": (0, 1),
-        "eps": (0, math.inf),
-        "weight_decay": (0, math.inf),
-        "grad_clip_norm": (0, math.inf),
-    }
-    for name, (low, high) in domains.items():
-        if not low <= adam[name] < high or (
-            name == "eps" and np.float32(adam[name]) == 0
-        ):  # eps = 0 would make 0 / 0 of a zero gradient
-            raise ValueError(
-                f"adam_params.{name} is {adam[name]}; allowed: {'(' if name == 'eps' else '['}{low}, {high})"
-            )
-    return np.array([adam[name] for name in ADAM], np.float32)
+    """The six numbers in the order of ADAM; ValueError names the first outside its domain in float32."""
+    with np.errstate(over="ignore"):
+        numbers = np.array([adam[name] for name in ADAM], np.float32)
+    for name, number in zip(ADAM, numbers, strict=True):
+        high = 1 if name.startswith("beta") else math.inf
+        low = np.finfo(np.float32).tiny if name == "eps" else 0  # eps = 0 would make 0 / 0 of a zero gradient
+        if not low <= number < high:
+            bracket = "(" if name == "eps" else "["
+            raise ValueError(f"adam_params.{name} is {adam[name]}; allowed: {bracket}0, {high}) in float32")
+    return numbers

@@ -222,6 +222,23 @@ def test_a_number_outside_its_domain_is_refused_by_name(name, value):
         check_adam(STEP | {name: value})
 
 
+@pytest.mark.parametrize(
+    "extreme", [{"learning_rate": 1e39}, {"beta1": 1 - 1e-9}, {"eps": 1e-40}, {"weight_decay": 1e39}]
+)
+def test_a_number_outside_its_domain_only_in_float32_is_refused_too(extreme):
+    with pytest.raises(ValueError, match=f"adam_params.{next(iter(extreme))}"):
+        check_adam(STEP | extreme)
+
+
+def test_an_update_that_would_destroy_the_adapter_is_skipped(trainer, adapter):
+    name = adapter("a")
+    train(trainer, name, [datum(1)])
+    weights = jax.device_get(trainer.adapters[name].weights)
+    _, _, metrics = train(trainer, name, [datum(2)], learning_rate=1e30)
+    assert metrics["optim/skipped"] == 1
+    assert jax.tree.all(jax.tree.map(np.array_equal, weights, jax.device_get(trainer.adapters[name].weights)))
+
+
 def test_a_step_without_gradients_changes_nothing_and_says_so(trainer, adapter):
     name = adapter("a")
     train(trainer, name, [datum(1)])
@@ -348,7 +365,7 @@ def test_two_hundred_calls_of_any_kind_compile_nothing_and_leave_no_array(traine
     assert live() == arrays
 
 
-def test_gradients_are_donated_and_the_program_aliases_them(trainer, adapter):
+def test_gradients_and_weights_are_donated(trainer, adapter):
     name = adapter("a")
     state = trainer.adapters[name]
     old = list(state.gradients.values())
