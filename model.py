@@ -72,9 +72,7 @@ class ModelConfig:
 
 
 class Hidden(nnx.Module):
-    """Token ids -> normalised hidden states. qwix intercepts only the call of the module it was applied to, so this
-    wraps the base first.
-    """
+    """Token ids -> normalised hidden states. qwix intercepts only the module it was applied to: this wraps the base."""
 
     def __init__(self, base: Any):  # maxtext's Transformer
         self.base = base
@@ -92,9 +90,7 @@ def _no_logits(shared_embedding, hidden, *_, **__):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """How one adapted matrix of the model stands in the Hugging Face model: the latter's rows are w[perm] = kernel.T /
-    scale.
-    """
+    """Where one adapted matrix stands in the Hugging Face model, whose rows are w[perm] = kernel.T / scale."""
 
     path: str  # "layers_0/self_attention/query"
     hf_names: tuple[str, ...]  # one a layer that the path stacks; "model.layers.0.self_attn.q_proj"
@@ -162,9 +158,7 @@ class Model:
         return logical_axis_rules(self.rules)
 
     def scaled(self, adapter: Adapter, scale: Float[Array, ""]) -> Adapter:
-        """The adapter as the model applies it: b times alpha / rank, both in the base's dtype (the masters stay
-        float32).
-        """
+        """The adapter as the model applies it: b times alpha / rank, in the base's dtype (the masters stay float32)."""
         return {k: (v * scale if k.endswith("/b") else v).astype(self.dtype) for k, v in adapter.items()}
 
     def new_adapter(self, *, seed: int, rank: int, attn: bool = True, mlp: bool = True) -> Adapter:
@@ -197,9 +191,7 @@ class Model:
         return tensors
 
     def from_peft(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The inverse of `to_peft`, padded with zeros to max_rank. Every key must be known, every shape must fit:
-        ValueError names the first that does not.
-        """
+        """The inverse of `to_peft`, padded with zeros to max_rank. ValueError: the first key or shape that is foreign."""
         left, adapter = dict(tensors), {path: np.zeros(shape, np.float32) for path, shape in self.shapes.items()}
         for kernel in self.kernels:
             a, b = adapter[f"{kernel.path}/a"], adapter[f"{kernel.path}/b"]
@@ -431,9 +423,7 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
 
 
 def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """The wrapped model with LoRA as shapes and shardings: (graph, adapter, frozen parameters); nothing is
-    allocated.
-    """
+    """The wrapped model as shapes and shardings: (graph, adapter, frozen parameters); nothing is allocated."""
     import qwix
     from flax.core.spmd import logical_axis_rules
     from maxtext.utils import model_creation_utils, sharding
@@ -466,9 +456,7 @@ def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.
 
 
 def _adapter_path(path: tuple) -> str:
-    """('base', 'decoder', 'layers_0', 'self_attention', 'query', 'kernel_lora_a') ->
-    'layers_0/self_attention/query/a'
-    """
+    """('base', 'decoder', 'layers_0', 'mlp', 'wo', 'kernel_lora_a') -> 'layers_0/mlp/wo/a'"""
     return "/".join([*map(str, path[2:-1]), path[-1][-1]])
 
 
@@ -627,9 +615,7 @@ CHAT_TEMPLATE = (
 
 
 def write_demo(directory: Path) -> Path:
-    """A tiny Qwen3 with random weights (always the same) and a byte-level tokenizer of equal vocabulary, as a real
-    Hugging Face directory.
-    """
+    """A tiny Qwen3 with fixed random weights and a byte-level tokenizer of equal vocabulary, as a real directory."""
     if (directory / "config.json").is_file():
         return directory.resolve()
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -660,9 +646,7 @@ def write_demo(directory: Path) -> Path:
 
 
 def random_weights(config: Mapping, *, seed: int, dtype=np.float32) -> dict[str, np.ndarray]:
-    """Tensors by their Hugging Face names for a Qwen3 or Llama config: kernels N(0, 1/in), embeddings N(0, 1), norms
-    one.
-    """
+    """Tensors of a Qwen3 or Llama config by their names: kernels N(0, 1/in), embeddings N(0, 1), norms one."""
     rng, c = np.random.default_rng(seed), config
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
     dim, inner = c["hidden_size"], c["intermediate_size"]
