@@ -191,7 +191,7 @@ class Model:
         return tensors
 
     def from_peft(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The inverse of `to_peft`, padded with zeros to max_rank. ValueError: the first key or shape that is foreign."""
+        """The inverse of `to_peft`, padded with zeros to max_rank. ValueError names what is foreign."""
         left, adapter = dict(tensors), {path: np.zeros(shape, np.float32) for path, shape in self.shapes.items()}
         for kernel in self.kernels:
             a, b = adapter[f"{kernel.path}/a"], adapter[f"{kernel.path}/b"]

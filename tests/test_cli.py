@@ -11,11 +11,6 @@ import tinker
 
 TINKER = Path(sys.executable).with_name("tinker")
 
-# The SDK drops its connections unclosed when a client goes.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-]
-
 
 @pytest.fixture
 def command(server):

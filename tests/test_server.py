@@ -5,7 +5,6 @@ A request is right when its numbers are, whatever else is asked of the server me
 
 import asyncio
 import contextlib
-import gc
 import json
 import socket
 import subprocess
@@ -25,11 +24,6 @@ import tinker
 from safetensors.numpy import load_file
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
-
-# The SDK drops its connections unclosed when a client goes.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-]
 
 ROOT = Path(__file__).parent.parent
 TOKENS = list(b"the quick brown fox jumps over the lazy dog")
@@ -55,8 +49,6 @@ def service(server):
     client = connect(server.url)
     yield client
     client.close("success").result()
-    del client
-    gc.collect()  # while the filter above holds
 
 
 @pytest.fixture

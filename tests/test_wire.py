@@ -21,6 +21,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types.try_again_response import TryAgainResponse
 
 import wire
+from sampler import SampleResult, Sequence
 
 VOCAB = 100
 FLOATS = st.floats(width=32)
@@ -82,8 +83,8 @@ def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def one_sequence(**fields: Any) -> wire.SampleResult:
-    return wire.SampleResult([wire.Sequence(i32(5), f32(-0.5), "stop")], **fields)
+def one_sequence(**fields: Any) -> SampleResult:
+    return SampleResult([Sequence(i32(5), f32(-0.5), "stop")], **fields)
 
 
 def validate(data: list[sdk.Datum], *, required: tuple[str, ...] = ("target_tokens", "weights")) -> None:
@@ -531,7 +532,7 @@ def test_a_prompt_that_fills_the_context_exactly_is_fine() -> None:
 
 @given(st.lists(st.tuples(st.lists(TOKENS, min_size=1, max_size=5), st.sampled_from(["stop", "length"])), min_size=1))
 def test_the_sdk_reads_the_sequences_back(sequences: list[tuple[list[int], Any]]) -> None:
-    result = wire.SampleResult([wire.Sequence(i32(*tokens), -f32(*tokens) / 7, reason) for tokens, reason in sequences])
+    result = SampleResult([Sequence(i32(*tokens), -f32(*tokens) / 7, reason) for tokens, reason in sequences])
     response = deserialize_sample_response(wire.encode_sample(result))
     assert [(s.tokens, s.stop_reason) for s in response.sequences] == sequences
     for sequence, (tokens, _) in zip(response.sequences, sequences, strict=True):
@@ -559,14 +560,14 @@ def test_topk_rows_and_cells_that_are_nan_read_as_nothing() -> None:
 
 def test_topk_of_sampled_tokens_has_a_row_a_token() -> None:
     topk = np.array([[1, 2], [3, 4]], np.int32), np.array([[-1, -2], [-3, -4]], np.float32)
-    result = wire.SampleResult([wire.Sequence(i32(1, 3), f32(-1, -3), "length", topk)])
+    result = SampleResult([Sequence(i32(1, 3), f32(-1, -3), "length", topk)])
     [sequence] = deserialize_sample_response(wire.encode_sample(result)).sequences
     assert sequence.topk_logprobs == [[(1, -1.0), (2, -2.0)], [(3, -3.0), (4, -4.0)]]
 
 
 def test_an_empty_sequence_is_our_bug() -> None:
     with pytest.raises(AssertionError, match="empty sequence"):
-        wire.encode_sample(wire.SampleResult([wire.Sequence(i32(), f32(), "stop")]))
+        wire.encode_sample(SampleResult([Sequence(i32(), f32(), "stop")]))
 
 
 # ---- the answers that are not a result ----
