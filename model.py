@@ -125,6 +125,11 @@ class Model:
         return self.head.shape[0]
 
     @property
+    def parameters(self) -> int:
+        """Those that multiply every token: neither the embedding, which is looked up, nor the head."""
+        return sum(leaf.size for path, leaf in nnx.to_flat_state(self.base) if path[-1] != "embedding")
+
+    @property
     def fsdp(self) -> int:
         return self.mesh.shape["fsdp"]
 
@@ -280,10 +285,17 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
     shapes = {_adapter_path(path): leaf.shape for path, leaf in nnx.to_flat_state(lora)}
     kernels = _kernels(sources, hooks, shapes, params, scan)
 
+    # Rows of the head on each device, so that losses.score leaves them there; tied, the embedding is the head.
+    spec = PartitionSpec("fsdp") if cfg.vocab_size % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
+    sizes, sharding = (cfg.vocab_size, cfg.emb_dim), NamedSharding(mesh, spec)
+    head_leaf: Any = jax.ShapeDtypeStruct(sizes, cfg.weight_dtype, sharding=sharding)
+
     def fill(path, leaf):
         key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
         kernel = "/".join(map(str, path[2:-1]))
         hf_shape = (shapes[f"{kernel}/b"][-1], shapes[f"{kernel}/a"][0]) if f"{kernel}/a" in shapes else None
+        if path[-1] == "embedding" and cfg.logits_via_embedding:
+            leaf = head_leaf
         return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis, hf_shape)
 
     base = nnx.from_flat_state(
@@ -292,11 +304,7 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
     if cfg.logits_via_embedding:
         head = nnx.to_pure_dict(base)["base"]["token_embedder"]["embedding"]
     else:
-        spec = PartitionSpec("fsdp") if cfg.vocab_size % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
-        shape = jax.ShapeDtypeStruct(
-            (cfg.vocab_size, cfg.emb_dim), cfg.weight_dtype, sharding=NamedSharding(mesh, spec)
-        )
-        head = _place(tensors, "lm_head.weight", None, shape)
+        head = _place(tensors, "lm_head.weight", None, head_leaf)
     tensors.check_all_read()
     norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
     _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], mesh, norms)
@@ -419,6 +427,7 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
         cfg = pyconfig.initialize(["", str(Path(pyconfig.__file__).with_name("base.yml"))], **options)
     except SystemExit as error:  # it prints 9 KB and exits on a key it does not know
         raise RuntimeError("MaxText refused the configuration printed above") from error
+    cfg.get_keys()["remat_policy"] = remat  # it reads "none" as None, and takes None for full
     return cfg, maxtext_utils.get_mesh_from_config(cfg, devices)
 
 

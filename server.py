@@ -22,18 +22,20 @@ import functools
 import gc
 import hashlib
 import hmac
+import inspect
+import itertools
 import json
 import logging
+import math
 import os
-import re
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,6 @@ import tyro
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -53,7 +54,7 @@ from tinker import types
 import cache
 import wire
 from cache import TinkerPath
-from losses import LOSSES
+from losses import LOSSES, loss_numbers
 from model import ModelConfig, check_rank, load
 from sampler import EmbeddedEngine, Overloaded, SamplerConfig
 from trainer import Trainer, TrainerConfig
@@ -64,7 +65,11 @@ POLL_S = 25.0  # the SDK gives up on a poll after 45 s; answering 408 before tha
 KEEP_RESULTS_S = 3600.0
 LOST_SESSION_S = 120.0  # without a heartbeat (one every 10 s): its adapters make room when another client needs it
 EXTERNAL_URL_S = 3600.0
+KEEP_ALIVE_S = 60  # httpx drops an idle connection after 5 s; if the server does it first, a request may meet its end
+SHARED_TILES = 32  # worth of tokens, at most, that waiting forward_backwards of a model put into one call
 API = "/api/v1"
+
+in_thread = asyncio.to_thread  # for disks and large tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,32 +105,31 @@ class TimeToLive(pydantic.BaseModel):
 # ---- what the server remembers
 
 
+@dataclasses.dataclass(eq=False)
 class Promise:
-    """One accepted request: pending, then a response that is served as often as it is asked for."""
+    """One accepted request: pending, then an answer that is served as often as it is asked for."""
 
-    def __init__(self, request_id: str):
-        self.request_id, self.done, self.finished_at = request_id, asyncio.Event(), 0.0
-        self.body, self.media_type, self.failed = b"", "application/json", False
-        self.cancel: Callable[[], Any] = lambda: None
+    request_id: str = dataclasses.field(default_factory=lambda: cache.new_id("r"))
+    answer: "asyncio.Future[dict | bytes]" = dataclasses.field(default_factory=asyncio.Future)
+    finished_at: float = math.inf
+    cancel: Callable[[], Any] = lambda: None
 
-    def resolve(self, result: dict | bytes) -> None:
+    def resolve(self, answer: dict | bytes) -> None:
         """bytes are protobuf, a dict is JSON. The first resolution stands."""
-        if self.done.is_set():
-            return
-        if isinstance(result, bytes):
-            self.body, self.media_type = result, "application/x-protobuf"
-        else:
-            self.body, self.failed = json.dumps(result).encode(), "error" in result
-        self.finished_at = time.monotonic()
-        self.done.set()
+        if not self.answer.done():
+            self.answer.set_result(answer)
+            self.finished_at = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        user = isinstance(error, ValueError | NotFound | Gone)
-        if not user:
-            log.error("request %s failed", self.request_id, exc_info=error)
-        self.resolve(
-            wire.failed(str(error) if user else f"{type(error).__name__}: {error}", "user" if user else "server")
-        )
+        if isinstance(error, ValueError | NotFound | Gone):
+            return self.resolve(wire.failed(str(error), "user"))
+        log.error("request %s failed", self.request_id, exc_info=error)
+        self.resolve(wire.failed(f"{type(error).__name__}: {error}", "server"))
+
+
+# What a request of a model comes to when it is its turn; the body of a forward_backward, which may share its tiles.
+Work = Callable[[], Awaitable[dict | bytes]] | bytes
+Decoded = tuple[Promise, wire.ForwardBackward]
 
 
 @dataclasses.dataclass(eq=False)
@@ -141,6 +145,10 @@ class Session:
     samplers: "dict[str, SamplingSession]" = dataclasses.field(default_factory=dict)
     snapshots: list[cache.Checkpoint] = dataclasses.field(default_factory=list)
 
+    def check_alive(self) -> None:
+        if self.ended:
+            raise Gone(f"session {self.session_id} has ended; its checkpoints can be loaded from a new one")
+
 
 @dataclasses.dataclass(eq=False)
 class Run:
@@ -150,7 +158,7 @@ class Run:
     session: Session
     info: dict[str, Any]
     next_seq: int = 0  # 0 creates the adapter
-    pending: dict[int, tuple[Promise, Callable[[], Awaitable[dict | bytes]]]] = dataclasses.field(default_factory=dict)
+    pending: dict[int, tuple[Promise, Work]] = dataclasses.field(default_factory=dict)
     requests: dict[int, Promise] = dataclasses.field(default_factory=dict)
     worker: asyncio.Task | None = None
     ready: bool = False
@@ -162,16 +170,32 @@ class SamplingSession:
 
     sampler_id: str
     session: Session
-    base_model: str
     model_path: str | None
     folder: Path | None  # of the published adapter; None: the base
-    requests: dict[int, tuple[Promise, list[str]]] = dataclasses.field(default_factory=dict)
-    completions: list[Promise] = dataclasses.field(default_factory=list)  # in order, for retrieve_futures
-    completed: asyncio.Condition = dataclasses.field(default_factory=asyncio.Condition)
+    requests: dict[int, Promise] = dataclasses.field(default_factory=dict)
+    completions: list[dict] = dataclasses.field(default_factory=list)  # in order, for retrieve_futures
+    completed: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)  # the next of them; then replaced
+
+
+def find[T](table: dict[str, T], key: str, what: str) -> T:
+    if key not in table:
+        kept = f"results are kept for {KEEP_RESULTS_S / 3600:.0f} h; only checkpoints survive a restart"
+        raise NotFound(f"unknown {what} {key!r} ({kept})")
+    return table[key]
+
+
+def queued(work: Callable[..., Awaitable[dict]]) -> Callable[..., dict]:
+    """Makes a verb of what is to be done with a model when its turn comes: the client gets a promise of it."""
+
+    def verb(service: "Service", request: Any) -> dict:
+        run, seq_id = service.turn(request)
+        return service.enqueue(run, seq_id, functools.partial(work, service, run, request))
+
+    return verb
 
 
 class Service:
-    """The verbs, without HTTP: requests in as the SDK's types, dicts and bytes out."""
+    """The verbs, without HTTP: requests in as the SDK's types, dicts and bytes out. One without an await is atomic."""
 
     def __init__(self, config: ServerConfig, store: cache.Store, trainer: Trainer, sampler: EmbeddedEngine):
         self.config, self.store, self.trainer, self.sampler, self.model = config, store, trainer, sampler, trainer.model
@@ -181,20 +205,24 @@ class Service:
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str, SamplingSession] = {}
         self.background: set[asyncio.Task] = set()
-        self.closing = asyncio.Event()
+        self.closing: asyncio.Future  # made in the loop that it belongs to, see `application`
         self.secret = secrets.token_bytes(32)  # signs download links
 
     # -- order and promises
 
-    def enqueue(
-        self, run: Run, seq_id: int | None, work: Callable[[], Awaitable[dict | bytes]], *, first: bool = False
-    ) -> dict:
+    def turn(self, request: Any) -> tuple[Run, int]:
+        """The model that a request is for, and its place in the queue: 0 if it is to create the model."""
+        if getattr(request, "session_id", None) is not None:
+            return self.new_run(request.session_id, request.model_seq_id or 0, request.user_metadata), 0
+        run = find(self.runs, request.model_id or "", "model")
+        if request.seq_id is None or not 1 <= request.seq_id < 2**63:
+            raise ValueError(f"seq_id is {request.seq_id}; requests of a model are numbered from 1")
+        return run, request.seq_id
+
+    def enqueue(self, run: Run, seq_id: int, work: Work) -> dict:
         """Accept a request of one model: a promise now, `work` when every smaller seq_id is done."""
-        if not first and not 1 <= (seq_id or 0) < 2**63:
-            raise ValueError(f"seq_id is {seq_id}; requests of a model are numbered from 1")
-        seq_id = 0 if first else int(seq_id or 0)
         if seq_id not in run.requests:
-            self.check_alive(run.session)
+            run.session.check_alive()
             if seq_id < run.next_seq:
                 raise Gone(f"seq_id {seq_id} of {run.model_id} was executed and its result is no longer kept")
             promise = run.requests[seq_id] = self.promise()
@@ -205,11 +233,16 @@ class Service:
         return {"request_id": run.requests[seq_id].request_id, "model_id": run.model_id}
 
     async def drain(self, run: Run) -> None:
-        """One model's worker: takes its requests in order, each to its end. (Later: neighbours share tiles here.)"""
+        """One model's worker: takes its requests in order, neighbouring forward_backwards together."""
         while run.next_seq in run.pending:
-            promise, work = run.pending.pop(run.next_seq)
+            promise, work = run.pending[run.next_seq]
+            if run.ready and isinstance(work, bytes):
+                for group in await self.take_forward_backwards(run):
+                    await self.share_tiles(run, group)
+                continue
+            run.pending.pop(run.next_seq)
             try:
-                if run.next_seq > 0 and not run.ready:
+                if isinstance(work, bytes) or (run.next_seq > 0 and not run.ready):
                     raise ValueError(f"{run.model_id} was not created: its first request failed")
                 promise.resolve(await work())
             except Exception as error:
@@ -220,58 +253,41 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self.device, functools.partial(call, *args, **kwargs))
 
     def promise(self) -> Promise:
-        promise = Promise(cache.new_id("r"))
+        promise = Promise()
         self.promises[promise.request_id] = promise
         return promise
 
-    def spawn(self, work) -> asyncio.Task:
+    def spawn(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.create_task(work)
         self.background.add(task)  # the loop itself keeps only a weak reference
         task.add_done_callback(self.background.discard)
         return task
 
-    async def retrieve_future(self, request: types.FutureRetrieveRequest) -> Response:
-        promise = self.find(self.promises, request.request_id, "future")
-        await self.wait(promise.done.wait(), POLL_S)
-        if not promise.done.is_set():
+    async def retrieve_future(self, request: types.FutureRetrieveRequest) -> dict | bytes | Response:
+        promise = find(self.promises, request.request_id, "future")
+        await self.wait(promise.answer, POLL_S)
+        if not promise.answer.done():
             return JSONResponse(wire.try_again(promise.request_id), 408)
-        return Response(promise.body, media_type=promise.media_type)
+        return promise.answer.result()
 
-    async def wait(self, event, timeout_s: float) -> None:
-        """Until `event`, the time-out or the end of the server, whichever is first."""
-        tasks = [asyncio.ensure_future(event), asyncio.ensure_future(self.closing.wait())]
-        try:
-            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def find(self, table: dict[str, Any], key: str, what: str) -> Any:
-        if key not in table:
-            raise NotFound(
-                f"unknown {what} {key!r} (results are kept for {KEEP_RESULTS_S / 3600:.0f} h; "
-                "only checkpoints survive a restart)"
-            )
-        return table[key]
+    async def wait(self, future: asyncio.Future, timeout_s: float) -> None:
+        """Until `future`, the time-out or the end of the server, whichever is first."""
+        await asyncio.wait([future, self.closing], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     # -- sessions
 
-    async def create_session(self, request: types.CreateSessionRequest) -> dict:
+    def create_session(self, request: types.CreateSessionRequest) -> dict:
         session = Session(cache.new_id("s"), request.user_metadata, request.display_name)
         self.sessions[session.session_id] = session
         return {"type": "create_session", "session_id": session.session_id}
 
     def session(self, session_id: str) -> Session:
-        session = self.find(self.sessions, session_id, "session")
-        self.check_alive(session)
+        session = find(self.sessions, session_id, "session")
+        session.check_alive()
         session.last_seen = time.monotonic()
         return session
 
-    def check_alive(self, session: Session) -> None:
-        if session.ended:
-            raise Gone(f"session {session.session_id} has ended; its checkpoints can be loaded from a new one")
-
-    async def session_heartbeat(self, request: types.SessionHeartbeatRequest) -> dict:
+    def session_heartbeat(self, request: types.SessionHeartbeatRequest) -> dict:
         self.session(request.session_id)
         return {"type": "session_heartbeat"}
 
@@ -288,7 +304,7 @@ class Service:
                 await asyncio.wait([run.worker])  # what runs may yet make an adapter or a snapshot
             await self.on_device(self.trainer.release, run.model_id)
         for snapshot in session.snapshots:
-            await asyncio.to_thread(self.store.remove_snapshot, snapshot)
+            await in_thread(self.store.remove_snapshot, snapshot)
         session.snapshots.clear()
 
     async def make_room(self) -> None:
@@ -304,9 +320,8 @@ class Service:
         session = self.session(session_id)
         model_id = cache.check_run_id(f"{session_id}:train:{model_seq_id}")  # the SDK derives the same id
         if model_id not in self.runs:
-            now = datetime.now(UTC).isoformat()
             metadata = {key: str(value) for key, value in (user_metadata or {}).items()}
-            info = {"base_model": self.model.name, "user_metadata": metadata, "last_request_time": now}
+            info = {"base_model": self.model.name, "user_metadata": metadata}
             self.runs[model_id] = session.runs[model_id] = Run(model_id, session, info)
         return self.runs[model_id]
 
@@ -314,130 +329,122 @@ class Service:
         if name not in (self.model.name, str(self.model.directory)):
             raise ValueError(f"base_model {name!r} is not served here; this server has {self.model.name!r}")
 
-    async def create_model(self, request: types.CreateModelRequest) -> dict:
-        run, lora = self.new_run(request.session_id, request.model_seq_id, request.user_metadata), request.lora_config
+    @queued
+    async def create_model(self, run: Run, request: types.CreateModelRequest) -> dict:
+        self.check_base_model(request.base_model)
+        check_optimizer(request.optimizer_config.type)
+        lora = request.lora_config
+        if lora is None:
+            raise ValueError("lora_config is missing: this server trains LoRA adapters only")
+        if not (lora.train_attn or lora.train_mlp):
+            both = "train_attn and train_mlp are both false"
+            raise ValueError(f"lora_config: {both}; the unembedding alone is not trained here")
+        check_rank(lora.rank, self.model.config.max_rank)
+        if lora.train_unembed:
+            log.info("%s: train_unembed is accepted, but the unembedding is not trained", run.model_id)
+        await self.make_room()
+        seed = lora.seed if lora.seed is not None else secrets.randbits(31)
+        options = dict(rank=lora.rank, train_attn=lora.train_attn, train_mlp=lora.train_mlp, seed=seed)
+        await self.on_device(self.trainer.create, run.model_id, **options)
+        return await self.created(run, "create_model", options)
 
-        async def work() -> dict:
-            self.check_base_model(request.base_model)
-            check_optimizer(request.optimizer_config.type)
-            if lora is None:
-                raise ValueError("lora_config is missing: this server trains LoRA adapters only")
-            if not (lora.train_attn or lora.train_mlp):
-                raise ValueError(
-                    "lora_config: train_attn and train_mlp are both false; the unembedding alone is not trained here"
-                )
-            check_rank(lora.rank, self.model.config.max_rank)
-            if lora.train_unembed:
-                log.info("%s: train_unembed is accepted, but the unembedding is not trained", run.model_id)
-            await self.make_room()
-            seed = lora.seed if lora.seed is not None else secrets.randbits(31)
-            options = dict(rank=lora.rank, train_attn=lora.train_attn, train_mlp=lora.train_mlp)
-            await self.on_device(self.trainer.create, run.model_id, seed=seed, **options)
-            return await self.created(run, "create_model", **options, seed=seed)
-
-        return self.enqueue(run, 0, work, first=True)
-
-    async def created(self, run: Run, kind: str, **options) -> dict:
+    async def created(self, run: Run, kind: str, options: dict) -> dict:
         run.info |= options
         run.ready = True
-        await asyncio.to_thread(self.store.put_run, run.model_id, run.info)
+        await in_thread(self.store.put_run, run.model_id, run.info)
         return {"type": kind, "model_id": run.model_id}
 
-    async def get_info(self, request: types.GetInfoRequest) -> dict:
-        run = self.find(self.runs, request.model_id, "model")
-        data = {
-            "arch": self.model.hf_config["architectures"][0],
-            "model_name": self.model.name,
-            "tokenizer_id": str(self.model.directory),
-        }
-        return {
-            "type": "get_info",
-            "model_id": run.model_id,
-            "model_name": self.model.name,
-            "model_data": data,
-            "is_lora": True,
-            "lora_rank": run.info.get("rank"),
-        }
+    def get_info(self, request: types.GetInfoRequest) -> dict:
+        run, name = find(self.runs, request.model_id, "model"), self.model.name
+        arch, tokenizer = self.model.hf_config["architectures"][0], str(self.model.directory)
+        lora = {"is_lora": True, "lora_rank": run.info.get("rank")}
+        data = {"arch": arch, "model_name": name, "tokenizer_id": tokenizer}
+        return {"type": "get_info", "model_id": run.model_id, "model_name": name, "model_data": data} | lora
 
-    async def forward_backward(self, body: bytes) -> dict:
+    def forward_backward(self, body: bytes) -> dict:
         model_id, seq_id = wire.decode_envelope(body)
-        run = self.find(self.runs, model_id, "model")
+        return self.enqueue(find(self.runs, model_id, "model"), seq_id, body)
 
-        async def work() -> bytes:
-            request = await asyncio.to_thread(self.read_forward_backward, body)
-            call = functools.partial(self.trainer.forward_backward, backward=not request.forward_only)
-            answer = await self.on_device(call, model_id, request.data, request.loss_fn, request.loss_config)
-            return await asyncio.to_thread(wire.encode_forward_backward, *answer)
+    async def take_forward_backwards(self, run: Run) -> list[list[Decoded]]:
+        """Those that wait next to each other, up to a number of tokens, in groups of one loss and direction.
 
-        return self.enqueue(run, seq_id, work)
+        The bound is for the others: for the memory of what is decoded, and for the models that wait for the device.
+        """
+        taken: list[Decoded] = []
+        room = SHARED_TILES * self.trainer.rows * self.trainer.row_len
+        while room > 0 and run.next_seq in run.pending:
+            promise, body = run.pending[run.next_seq]
+            if not isinstance(body, bytes):
+                break
+            del run.pending[run.next_seq]
+            run.next_seq += 1
+            try:
+                request = await in_thread(self.read_forward_backward, body)
+            except Exception as error:
+                promise.fail(error)
+            else:
+                taken.append((promise, request))
+                room -= sum(len(datum.tokens) for datum in request.data)
+        kind = lambda each: (each[1].loss_fn, each[1].forward_only)
+        return [list(group) for _, group in itertools.groupby(taken, kind)]
+
+    async def share_tiles(self, run: Run, group: list[Decoded]) -> None:
+        """One call for all; if it fails, one for each, so that a request answers only for itself."""
+        promises, requests = zip(*group, strict=True)
+        try:
+            call = functools.partial(self.trainer.forward_backward, backward=not requests[0].forward_only)
+            answers = await self.on_device(call, run.model_id, requests)
+            bodies = await in_thread(lambda: [wire.encode_forward_backward(*answer) for answer in answers])
+            for promise, body in zip(promises, bodies, strict=True):
+                promise.resolve(body)
+        except Exception as error:
+            if len(group) == 1:
+                return promises[0].fail(error)
+            for each in group:
+                await self.share_tiles(run, [each])
 
     def read_forward_backward(self, body: bytes) -> wire.ForwardBackward:
         request = wire.decode_forward_backward(body)
-        if request.loss_fn not in LOSSES:
-            raise ValueError(f"loss_fn {request.loss_fn!r} is not known; this server has {', '.join(LOSSES)}")
-        required = ("target_tokens", *LOSSES[request.loss_fn].inputs)
-        wire.validate_forward_backward(
-            request, required, vocab_size=self.model.vocab_size, max_tokens=self.trainer.row_len
-        )
+        loss_numbers(request.loss_fn, request.loss_config)  # an unknown loss or number fails here, and alone
+        required, limit = ("target_tokens", *LOSSES[request.loss_fn].inputs), self.trainer.row_len
+        wire.validate_forward_backward(request, required, vocab_size=self.model.vocab_size, max_tokens=limit)
         return request
 
-    async def optim_step(self, request: types.OptimStepRequest) -> dict:
-        run, params = self.find(self.runs, request.model_id, "model"), request.optim_params
-
-        async def work() -> dict:
-            check_optimizer(getattr(params, "type", "adamw"))
-            return {"metrics": await self.on_device(self.trainer.optim_step, run.model_id, params.model_dump())}
-
-        return self.enqueue(run, request.seq_id, work)
+    @queued
+    async def optim_step(self, run: Run, request: types.OptimStepRequest) -> dict:
+        params = request.optim_params
+        check_optimizer(getattr(params, "type", "adamw"))
+        return {"metrics": await self.on_device(self.trainer.optim_step, run.model_id, params.model_dump())}
 
     # -- weights
 
-    def meta(self, run: Run) -> dict:
-        return {key: run.info.get(key) for key in ("base_model", "rank", "train_attn", "train_mlp")}
+    async def keep(self, run: Run, request: Any, segment: str, name: str, files: dict, state: dict) -> cache.Checkpoint:
+        """Write a checkpoint of this run; the request may say how long it lives and what it replaces."""
+        path = TinkerPath(run.model_id, segment, name)
+        meta = {key: run.info[key] for key in ("base_model", "rank", "train_attn", "train_mlp")} | state
+        options = request.model_dump(include={"ttl_seconds", "overwrite", "user_metadata"})  # those that it has
+        return await in_thread(self.store.write, path, files, meta=meta, **options)
 
-    async def save_weights(self, request: types.SaveWeightsRequest) -> dict:
-        run = self.find(self.runs, request.model_id, "model")
+    @queued
+    async def save_weights(self, run: Run, request: types.SaveWeightsRequest) -> dict:
+        name = request.path if request.path is not None else f"auto-{request.seq_id:06d}"
+        tensors, state = await self.on_device(self.trainer.checkpoint, run.model_id)
+        files = {"adapter.safetensors": await in_thread(safetensors.numpy.save, tensors)}
+        saved = await self.keep(run, request, "weights", name, files, state)
+        return {"type": "save_weights", "path": str(saved.path)}
 
-        async def work() -> dict:
-            path = TinkerPath(
-                run.model_id, "weights", request.path if request.path is not None else f"auto-{request.seq_id:06d}"
-            )
-            tensors, state = await self.on_device(self.trainer.checkpoint, run.model_id)
-            files = {"adapter.safetensors": await asyncio.to_thread(safetensors.numpy.save, tensors)}
-            await asyncio.to_thread(
-                self.store.write,
-                path,
-                files,
-                meta=self.meta(run) | state,
-                ttl_seconds=request.ttl_seconds,
-                overwrite=request.overwrite,
-                user_metadata=request.user_metadata,
-            )
-            return {"type": "save_weights", "path": str(path)}
-
-        return self.enqueue(run, request.seq_id, work)
-
-    async def load_weights(self, request: types.LoadWeightsRequest) -> dict:
-        if request.session_id is not None:
-            run, seq_id = self.new_run(request.session_id, request.model_seq_id or 0, request.user_metadata), 0
-        else:
-            run, seq_id = self.find(self.runs, request.model_id or "", "model"), request.seq_id
-
-        async def work() -> dict:
-            checkpoint = await asyncio.to_thread(self.open_checkpoint, request.path, ("weights",))
-            self.check_base_model(request.base_model or checkpoint.meta["base_model"])
-            check_optimizer(request.optimizer_config.type if request.optimizer_config else "adamw")
-            tensors = await asyncio.to_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
-            await self.make_room()
-            await self.on_device(
-                self.trainer.restore, run.model_id, tensors, checkpoint.meta, optimizer=request.optimizer
-            )
-            answer = await self.created(
-                run, "load_weights", **{k: checkpoint.meta[k] for k in ("rank", "train_attn", "train_mlp")}
-            )
-            return answer | {"path": request.path}
-
-        return self.enqueue(run, seq_id, work, first=request.session_id is not None)
+    @queued
+    async def load_weights(self, run: Run, request: types.LoadWeightsRequest) -> dict:
+        """Into a model of this session, or into a new one."""
+        checkpoint = await in_thread(self.open_checkpoint, request.path, ("weights",))
+        meta = checkpoint.meta
+        self.check_base_model(request.base_model or meta["base_model"])
+        check_optimizer(request.optimizer_config.type if request.optimizer_config else "adamw")
+        tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
+        await self.make_room()
+        await self.on_device(self.trainer.restore, run.model_id, tensors, meta, optimizer=request.optimizer)
+        options = {key: meta[key] for key in ("rank", "train_attn", "train_mlp")}
+        return await self.created(run, "load_weights", options) | {"path": request.path}
 
     def open_checkpoint(self, path: str, segments: tuple[str, ...]) -> cache.Checkpoint:
         parsed = TinkerPath.parse(path)
@@ -445,223 +452,118 @@ class Service:
             raise ValueError(f"{path} is not of the right kind: expected tinker://<run>/{' or '.join(segments)}/<name>")
         return self.store.open(parsed)
 
-    async def save_weights_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> dict:
-        run = self.find(self.runs, request.model_id, "model")
+    @queued
+    async def save_weights_for_sampler(self, run: Run, request: types.SaveWeightsForSamplerRequest) -> dict:
+        files = await in_thread(peft_files, *await self.on_device(self.trainer.snapshot, run.model_id))
+        if request.path is not None:
+            saved = await self.keep(run, request, "sampler_weights", request.path, files, {})
+            return {"type": "save_weights_for_sampler", "path": str(saved.path)}
+        folder = await self.publish(run.session, run.model_id, files)
+        sampler_id = self.new_sampler(run.session, request.sampling_session_seq_id or 0, None, folder)
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-        async def work() -> dict:
-            files = await self.adapter_files(*await self.on_device(self.trainer.snapshot, run.model_id))
-            if request.path is not None:
-                path = TinkerPath(run.model_id, "sampler_weights", request.path)
-                await asyncio.to_thread(
-                    self.store.write,
-                    path,
-                    files,
-                    meta=self.meta(run),
-                    ttl_seconds=request.ttl_seconds,
-                    user_metadata=request.user_metadata,
-                )
-                return {"type": "save_weights_for_sampler", "path": str(path)}
-            sampler_id = await self.sample_from_snapshot(
-                run.session, request.sampling_session_seq_id or 0, run.model_id, files
-            )
-            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
-
-        return self.enqueue(run, request.seq_id, work)
-
-    async def adapter_files(self, tensors, peft_config: dict) -> dict[str, bytes]:
-        """An adapter folder as PEFT, vLLM and the embedded engine read it."""
-        weights = await asyncio.to_thread(safetensors.numpy.save, tensors, {"format": "pt"})
-        return {"adapter_model.safetensors": weights, "adapter_config.json": json.dumps(peft_config, indent=2).encode()}
-
-    async def sample_from_snapshot(
-        self, session: Session, seq: int, run_id: str, files: dict[str, bytes], path: str | None = None
-    ) -> str:
-        snapshot = await asyncio.to_thread(self.store.write_snapshot, run_id, files, meta={})
+    async def publish(self, session: Session, run_id: str, files: dict[str, bytes]) -> Path:
+        """A folder for the engine, which goes when the session does."""
+        snapshot = await in_thread(self.store.write_snapshot, run_id, files, meta={})
         session.snapshots.append(snapshot)
-        return self.new_sampler(session, seq, path, snapshot.folder).sampler_id
+        return snapshot.folder
 
-    async def save_weights_external(self, request: types.SaveWeightsExternalRequest) -> dict:
-        run = self.find(self.runs, request.model_id, "model")
-
-        async def work() -> dict:
-            if request.age_encryption_recipients:
-                raise ValueError("age_encryption_recipients: encrypted exports are not supported; leave it out")
-            path = TinkerPath(run.model_id, "external_weights", request.path)
-            files = await self.adapter_files(*await self.on_device(self.trainer.snapshot, run.model_id))
-            saved = await asyncio.to_thread(
-                self.store.write, path, files, meta=self.meta(run), ttl_seconds=request.ttl_seconds
-            )
-            return {"type": "save_weights_external", "path": str(path), "size_bytes": saved.size_bytes}
-
-        return self.enqueue(run, request.seq_id, work)
+    @queued
+    async def save_weights_external(self, run: Run, request: types.SaveWeightsExternalRequest) -> dict:
+        if request.age_encryption_recipients:
+            raise ValueError("age_encryption_recipients: encrypted exports are not supported; leave it out")
+        files = await in_thread(peft_files, *await self.on_device(self.trainer.snapshot, run.model_id))
+        saved = await self.keep(run, request, "external_weights", request.path, files, {})
+        return {"type": "save_weights_external", "path": str(saved.path), "size_bytes": saved.size_bytes}
 
     async def weights_info(self, request: WeightsInfo) -> dict:
-        checkpoint = await asyncio.to_thread(self.open_checkpoint, request.tinker_path, tuple(cache.SEGMENTS))
-        meta = checkpoint.meta
-        return {
-            "base_model": meta["base_model"],
-            "is_lora": True,
-            "lora_rank": meta["rank"],
-            "train_unembed": False,
-            "train_mlp": meta["train_mlp"],
-            "train_attn": meta["train_attn"],
-        }
+        meta = (await in_thread(self.open_checkpoint, request.tinker_path, tuple(cache.SEGMENTS))).meta
+        trained = {"train_unembed": False, "train_mlp": meta["train_mlp"], "train_attn": meta["train_attn"]}
+        return {"base_model": meta["base_model"], "is_lora": True, "lora_rank": meta["rank"]} | trained
 
     # -- sampling
 
-    def new_sampler(self, session: Session, seq: int, model_path: str | None, folder: Path | None) -> SamplingSession:
+    def new_sampler(self, session: Session, seq: int, model_path: str | None, folder: Path | None) -> str:
         sampler_id = f"{session.session_id}:sample:{seq}"
-        sampler = SamplingSession(sampler_id, session, self.model.name, model_path, folder)
+        sampler = SamplingSession(sampler_id, session, model_path, folder)
         self.samplers[sampler_id] = session.samplers[sampler_id] = sampler
-        return sampler
+        return sampler_id
 
     async def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> dict:
-        session, seq = self.session(request.session_id), request.sampling_session_seq_id
+        session, seq, path = self.session(request.session_id), request.sampling_session_seq_id, request.model_path
         sampler_id = f"{session.session_id}:sample:{seq}"
         if sampler_id not in self.samplers:
             if request.base_model is not None:
                 self.check_base_model(request.base_model)
-            if request.model_path is None:
-                self.new_sampler(session, seq, None, None)
-            else:
-                checkpoint = await asyncio.to_thread(
-                    self.open_checkpoint, request.model_path, ("sampler_weights", "weights")
-                )
-                self.check_base_model(checkpoint.meta["base_model"])
-                if checkpoint.path.segment == "sampler_weights":
-                    self.new_sampler(session, seq, request.model_path, checkpoint.folder)
-                else:  # a training checkpoint: its weights are published for this session
-                    tensors = await asyncio.to_thread(
-                        safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors"
-                    )
-                    exported = await asyncio.to_thread(self.trainer.export, tensors, checkpoint.meta)
-                    files = await self.adapter_files(*exported)
-                    await self.sample_from_snapshot(session, seq, checkpoint.path.run_id, files, request.model_path)
+            folder = await self.adapter_folder(session, path) if path is not None else None
+            self.new_sampler(session, seq, path, folder)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    async def get_sampler(self, sampler_id: str) -> dict:
-        sampler = self.find(self.samplers, sampler_id, "sampler")
-        return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+    async def adapter_folder(self, session: Session, path: str) -> Path:
+        """Of a sampler's checkpoint; or of what is published for this session from a training checkpoint."""
+        checkpoint = await in_thread(self.open_checkpoint, path, ("sampler_weights", "weights"))
+        self.check_base_model(checkpoint.meta["base_model"])
+        if checkpoint.path.segment == "sampler_weights":
+            return checkpoint.folder
+        tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
+        exported = await in_thread(self.trainer.export, tensors, checkpoint.meta)
+        return await self.publish(session, checkpoint.path.run_id, await in_thread(peft_files, *exported))
 
-    async def asample(self, body: bytes) -> dict:
+    def asample(self, body: bytes) -> dict:
         request = wire.decode_sample(body)
-        sampler = self.find(self.samplers, request.sampling_session_id, "sampling session")
-        self.check_alive(sampler.session)
+        sampler = find(self.samplers, request.sampling_session_id, "sampling session")
+        sampler.session.check_alive()
         if request.seq_id not in sampler.requests:
-            promise = Promise(cache.new_id("r"))
             try:
-                wire.validate_sample(
-                    request, vocab_size=self.model.vocab_size, context_tokens=self.sampler.context_tokens
-                )
+                context_tokens = self.sampler.context_tokens
+                wire.validate_sample(request, vocab_size=self.model.vocab_size, context_tokens=context_tokens)
                 future = self.sampler.submit(request, sampler.folder)  # Overloaded: 429, then the same seq_id again
             except ValueError as error:
-                await self.settle(sampler, functools.partial(promise.fail, error), promise)
-            else:
-                promise.cancel = future.cancel
-                future.add_done_callback(functools.partial(self.sampled, asyncio.get_running_loop(), sampler, promise))
-            self.promises[promise.request_id] = promise
-            sampler.requests[request.seq_id] = (
-                promise,
-                [f"{sampler.sampler_id}:{request.seq_id}:{i}" for i in range(request.num_samples)],
-            )
-        promise, sequence_ids = sampler.requests[request.seq_id]
-        return {"request_id": promise.request_id, "sample_sequence_ids": sequence_ids}
+                future = Future()
+                future.set_exception(error)
+            promise = sampler.requests[request.seq_id] = self.promise()
+            promise.cancel = future.cancel
+            self.spawn(self.sampled(sampler, promise, future))
+        sequence_ids = [f"{sampler.sampler_id}:{request.seq_id}:{i}" for i in range(request.num_samples)]
+        return {"request_id": sampler.requests[request.seq_id].request_id, "sample_sequence_ids": sequence_ids}
 
-    def sampled(
-        self, loop: asyncio.AbstractEventLoop, sampler: SamplingSession, promise: Promise, future: Future
-    ) -> None:
-        """Runs in the sampler's thread: encode there, hand over the bytes."""
+    async def sampled(self, sampler: SamplingSession, promise: Promise, future: Future) -> None:
+        """Keep the promise when the engine has answered, and tell whoever polls its whole session."""
         try:
-            answer = functools.partial(promise.resolve, wire.encode_sample(future.result()))
-        except BaseException as error:  # CancelledError included
-            answer = functools.partial(promise.fail, Gone("cancelled") if future.cancelled() else error)
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: self.spawn(self.settle(sampler, answer, promise)))
-
-    async def settle(self, sampler: SamplingSession, answer: Callable[[], None], promise: Promise) -> None:
-        """Resolve a sample and tell whoever polls its whole session."""
-        answer()
-        sampler.completions.append(promise)
-        async with sampler.completed:
-            sampler.completed.notify_all()
+            promise.resolve(await in_thread(wire.encode_sample, await asyncio.wrap_future(future)))
+        except asyncio.CancelledError:
+            promise.fail(Gone("cancelled"))
+        except Exception as error:
+            promise.fail(error)
+        answer, completion = promise.answer.result(), {"state": "failed", "request_id": promise.request_id}
+        if isinstance(answer, bytes):
+            completion |= {"state": "finished", "response_payload_uncompressed_size": len(answer)}
+        sampler.completions.append(completion)
+        sampler.completed.set_result(None)
+        sampler.completed = asyncio.Future()
 
     async def retrieve_futures(self, request: types.FuturesRetrieveRequest) -> dict:
         """What of one sampling session has finished since `prev_cursor`; the results are then fetched one by one."""
-        sampler = self.find(self.samplers, request.target.sampling_session_id, "sampling session")
-        timeout = min(request.timeout if request.timeout is not None else POLL_S, POLL_S)
-        async with sampler.completed:
-            if len(sampler.completions) <= request.prev_cursor and timeout > 0:
-                more = sampler.completed.wait_for(
-                    lambda: len(sampler.completions) > request.prev_cursor or self.closing.is_set()
-                )
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(more, timeout)
-        completions = [
-            {"state": "failed", "request_id": p.request_id}
-            if p.failed
-            else {"state": "finished", "request_id": p.request_id, "response_payload_uncompressed_size": len(p.body)}
-            for p in sampler.completions[request.prev_cursor :]
-        ]
-        return {"completions": completions, "cursor": len(sampler.completions)}
+        sampler = find(self.samplers, request.target.sampling_session_id, "sampling session")
+        if len(sampler.completions) <= request.prev_cursor:
+            await self.wait(sampler.completed, min(request.timeout if request.timeout is not None else POLL_S, POLL_S))
+        return {"completions": sampler.completions[request.prev_cursor :], "cursor": len(sampler.completions)}
 
-    async def cancel_future(self, request: types.FutureRetrieveRequest) -> dict:
-        promise = self.find(self.promises, request.request_id, "future")
+    def cancel_future(self, request: types.FutureRetrieveRequest) -> dict:
+        promise = find(self.promises, request.request_id, "future")
         promise.cancel()
         return {"request_id": promise.request_id}
-
-    # -- what the client and the CLI may look at
-
-    async def training_runs(self) -> list[dict]:
-        """Every run that is live or has checkpoints, newest first."""
-        known = await asyncio.to_thread(self.store.runs)
-        checkpoints = await asyncio.to_thread(self.store.list)
-        return [self.training_run(run_id, info, checkpoints) for run_id, info in known]
-
-    def training_run(self, run_id: str, info: dict, checkpoints: list[cache.Checkpoint]) -> dict:
-        info = self.runs[run_id].info if run_id in self.runs else info
-        mine = [c for c in checkpoints if c.path.run_id == run_id]
-        newest = lambda segment: next((describe(c) for c in mine if c.path.segment == segment), None)
-        run = types.TrainingRun(
-            training_run_id=run_id,
-            base_model=info["base_model"],
-            model_owner="local",
-            is_lora=True,
-            lora_rank=info["rank"],
-            last_request_time=info["last_request_time"],
-            user_metadata=info["user_metadata"],
-            last_checkpoint=newest("weights"),
-            last_sampler_checkpoint=newest("sampler_weights"),
-        )
-        return run.model_dump(mode="json")
-
-    async def get_training_run(self, run_id: str) -> dict:
-        info = await asyncio.to_thread(self.store.run, run_id)
-        if info is None:
-            raise NotFound(f"unknown training run {run_id!r}")
-        return self.training_run(run_id, info, await asyncio.to_thread(self.store.list, run_id))
-
-    def sign(self, object_id: str, file: str, expires: int) -> str:
-        return hmac.new(self.secret, f"{object_id}/{file}/{expires}".encode(), hashlib.sha256).hexdigest()
 
     async def sweep(self) -> None:
         """Once a minute: forget old results, remove expired checkpoints."""
         while True:
             await asyncio.sleep(60)
             old = time.monotonic() - KEEP_RESULTS_S
-            expired = {p for p in self.promises.values() if p.done.is_set() and p.finished_at < old}
-            self.promises = {key: p for key, p in self.promises.items() if p not in expired}
-            for run in self.runs.values():
-                run.requests = {seq: p for seq, p in run.requests.items() if p not in expired}
-            for sampler in self.samplers.values():
-                sampler.requests = {seq: pair for seq, pair in sampler.requests.items() if pair[0] not in expired}
-            await asyncio.to_thread(self.store.sweep)
-
-    async def close(self) -> None:
-        self.closing.set()
-        for sampler in self.samplers.values():
-            async with sampler.completed:
-                sampler.completed.notify_all()
+            kept = {key: p for key, p in self.promises.items() if p.finished_at >= old}
+            for owner in (*self.runs.values(), *self.samplers.values()):
+                owner.requests = {seq: p for seq, p in owner.requests.items() if p.request_id in kept}
+            self.promises = kept
+            await in_thread(self.store.sweep)
 
 
 def check_optimizer(kind: str) -> None:
@@ -669,236 +571,233 @@ def check_optimizer(kind: str) -> None:
         raise ValueError(f"optimizer {kind!r} is not supported; this server has adamw")
 
 
-def describe(c: cache.Checkpoint) -> types.Checkpoint:
-    kind: Any = cache.SEGMENTS[c.path.segment]
-    return types.Checkpoint(
-        checkpoint_id=f"{c.path.segment}/{c.path.name}",
-        checkpoint_type=kind,
-        time=c.created,
-        tinker_path=str(c.path),
-        size_bytes=c.size_bytes,
-        public=c.public,
-        user_metadata=c.user_metadata,
-        expires_at=c.expires_at,
-    )
+def peft_files(tensors: dict, config: dict) -> dict[str, bytes]:
+    """An adapter folder as PEFT, vLLM and the embedded engine read it."""
+    weights = safetensors.numpy.save(tensors, {"format": "pt"})
+    return {"adapter_model.safetensors": weights, "adapter_config.json": json.dumps(config, indent=2).encode()}
+
+
+# ---- what the client and the CLI may look at
+
+
+def get_server_capabilities(service: Service, _: Request) -> dict:
+    model = {"model_name": service.model.name, "max_context_length": service.trainer.row_len}
+    return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+
+def get_sampler(service: Service, request: Request) -> dict:
+    sampler = find(service.samplers, request.path_params["sampler"], "sampler")
+    return {"sampler_id": sampler.sampler_id, "base_model": service.model.name, "model_path": sampler.model_path}
+
+
+def page(request: Request, key: str, items: list) -> dict:
+    offset, limit = (int(request.query_params.get(name, default)) for name, default in (("offset", 0), ("limit", 20)))
+    if offset < 0 or limit < 0:
+        raise ValueError(f"offset {offset} and limit {limit} must not be negative")
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return {key: items[offset : offset + limit], "cursor": cursor}
+
+
+def get_session(service: Service, request: Request) -> dict:
+    session = find(service.sessions, request.path_params["session"], "session")
+    held = {"training_run_ids": list(session.runs), "sampler_ids": list(session.samplers)}
+    return held | {"user_metadata": session.user_metadata, "display_name": session.display_name}
+
+
+async def training_runs(service: Service, request: Request) -> dict:
+    """Every run that ever had an adapter, newest first; or the one that the path names."""
+    checkpoints = await in_thread(service.store.list)
+    newest = {(c.path.run_id, c.path.segment): describe(c) for c in reversed(checkpoints)}
+    runs = {}
+    for run_id, info in await in_thread(service.store.runs):
+        info = service.runs[run_id].info if run_id in service.runs else info
+        runs[run_id] = {key: info[key] for key in ("base_model", "last_request_time", "user_metadata")} | {
+            "training_run_id": run_id,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": info["rank"],
+            "last_checkpoint": newest.get((run_id, "weights")),
+            "last_sampler_checkpoint": newest.get((run_id, "sampler_weights")),
+        }
+    if "run" in request.path_params:
+        return find(runs, request.path_params["run"], "training run")
+    return page(request, "training_runs", list(runs.values()))
+
+
+def describe(checkpoint: cache.Checkpoint) -> dict:
+    path, expires_at = checkpoint.path, checkpoint.expires_at
+    return {
+        "checkpoint_id": f"{path.segment}/{path.name}",
+        "checkpoint_type": cache.SEGMENTS[path.segment],
+        "time": checkpoint.created.isoformat(),
+        "tinker_path": str(path),
+        "expires_at": expires_at.isoformat() if expires_at is not None else None,
+    } | {key: getattr(checkpoint, key) for key in ("size_bytes", "public", "user_metadata")}
+
+
+async def checkpoints(service: Service, request: Request) -> dict:
+    """Those of one run, all at once; or those of all runs, by pages."""
+    run_id = request.path_params.get("run")
+    items = [describe(checkpoint) for checkpoint in await in_thread(service.store.list, run_id)]
+    return {"checkpoints": items} if run_id is not None else page(request, "checkpoints", items)
+
+
+def named(request: Request) -> TinkerPath:
+    return TinkerPath.parse("tinker://{run}/{segment}/{name}".format(**request.path_params))
+
+
+async def set_ttl(service: Service, request: Request) -> None:
+    body = TimeToLive.model_validate_json(await read(service, request))
+    await in_thread(service.store.set_ttl, named(request), body.ttl_seconds)
+
+
+async def external_weights_urls(service: Service, request: Request) -> dict:
+    checkpoint = await in_thread(service.store.open, named(request))
+    if checkpoint.path.segment != "external_weights":
+        raise ValueError(f"{checkpoint.path} is not an external checkpoint: save it with save_weights_external")
+    folder, expires = checkpoint.folder.name, str(int(time.time() + EXTERNAL_URL_S))
+    query = lambda file: f"expires={expires}&signature={sign(service, folder, file, expires)}"
+    urls = {file: f"{request.base_url}download/{folder}/{file}?{query(file)}" for file in checkpoint.files}
+    return {"urls": urls, "expires": datetime.fromtimestamp(int(expires), UTC).isoformat()}
+
+
+def sign(service: Service, folder: str, file: str, expires: str) -> str:
+    return hmac.new(service.secret, f"{folder}/{file}/{expires}".encode(), hashlib.sha256).hexdigest()
+
+
+def download(service: Service, request: Request) -> Response:
+    """Links carry their own permission: clients fetch them without the key."""
+    folder, file = request.path_params["object"], request.path_params["file"]
+    expires, signature = (request.query_params.get(key, "") for key in ("expires", "signature"))
+    genuine = hmac.compare_digest(signature.encode(), sign(service, folder, file, expires).encode())
+    if not genuine or int(expires) < time.time():
+        raise HTTPException(403, "this link is wrong or has expired; ask for external_weights_urls again")
+    path = service.store.root / "objects" / folder / file
+    if not path.is_file():
+        raise NotFound(f"{file} is gone: its checkpoint was deleted")
+    return FileResponse(path)
 
 
 # ---- HTTP
 
+CHECKPOINT = "training_runs/{run}/checkpoints/{segment}/{name}"
+# Method, path, handler, and what that takes beside the service: JSON of such a type, the body as bytes, or the Request.
+ROUTES: tuple[tuple[str, str, Callable[[Service, Any], Any], type], ...] = (
+    ("POST", "client/config", lambda *_: {}, bytes),
+    ("POST", "client/dynamic_config", lambda *_: {"refresh_interval_sec": 300, "sample_cancel_enabled": True}, bytes),
+    ("POST", "telemetry", lambda *_: {"status": "accepted"}, bytes),
+    ("POST", "create_session", Service.create_session, types.CreateSessionRequest),
+    ("POST", "session_heartbeat", Service.session_heartbeat, types.SessionHeartbeatRequest),
+    ("POST", "create_model", Service.create_model, types.CreateModelRequest),
+    ("POST", "get_info", Service.get_info, types.GetInfoRequest),
+    ("POST", "forward_backward", Service.forward_backward, bytes),
+    ("POST", "optim_step", Service.optim_step, types.OptimStepRequest),
+    ("POST", "save_weights", Service.save_weights, types.SaveWeightsRequest),
+    ("POST", "load_weights", Service.load_weights, types.LoadWeightsRequest),
+    ("POST", "save_weights_for_sampler", Service.save_weights_for_sampler, types.SaveWeightsForSamplerRequest),
+    ("POST", "save_weights_external", Service.save_weights_external, types.SaveWeightsExternalRequest),
+    ("POST", "weights_info", Service.weights_info, WeightsInfo),
+    ("POST", "create_sampling_session", Service.create_sampling_session, types.CreateSamplingSessionRequest),
+    ("POST", "asample", Service.asample, bytes),
+    ("POST", "retrieve_future", Service.retrieve_future, types.FutureRetrieveRequest),
+    ("POST", "retrieve_futures", Service.retrieve_futures, types.FuturesRetrieveRequest),
+    ("POST", "cancel_future", Service.cancel_future, types.FutureRetrieveRequest),
+    ("GET", "healthz", lambda *_: {"status": "ok"}, Request),
+    ("GET", "get_server_capabilities", get_server_capabilities, Request),
+    ("GET", "samplers/{sampler}", get_sampler, Request),
+    ("GET", "sessions", lambda s, r: page(r, "sessions", list(reversed(s.sessions))), Request),
+    ("GET", "sessions/{session}", get_session, Request),
+    (
+        "POST",
+        "sessions/{session}/finish",
+        lambda s, r: s.end_session(find(s.sessions, r.path_params["session"], "session")),
+        Request,
+    ),
+    ("GET", "training_runs", training_runs, Request),
+    ("GET", "training_runs/{run}", training_runs, Request),
+    ("GET", "training_runs/{run}/checkpoints", checkpoints, Request),
+    ("GET", "checkpoints", checkpoints, Request),
+    ("POST", f"{CHECKPOINT}/publish", lambda s, r: in_thread(s.store.set_public, named(r), True), Request),
+    ("DELETE", f"{CHECKPOINT}/publish", lambda s, r: in_thread(s.store.set_public, named(r), False), Request),
+    ("PUT", f"{CHECKPOINT}/ttl", set_ttl, Request),
+    ("GET", f"{CHECKPOINT}/external_weights_urls", external_weights_urls, Request),
+    ("DELETE", CHECKPOINT, lambda s, r: in_thread(s.store.delete, named(r)), Request),
+)
 
-def http_status(error: Exception) -> int:
-    """The one table from exceptions to synchronous answers. No 408, 409 or 5xx for what is final: the SDK would retry
-    it.
-    """
-    for kind, status in (
-        (pydantic.ValidationError, 422),
-        (NotFound, 404),
-        (Gone, 410),
-        (Overloaded, 429),
-        (ValueError, 400),
-        (ClientDisconnect, 400),  # nobody reads it
-    ):
-        if isinstance(error, kind):
-            return status
-    return 500
+
+def route(service: Service, method: str, path: str, handler: Callable[[Service, Any], Any], kind: type) -> Route:
+    async def endpoint(request: Request) -> Response:
+        check_key(service, request)
+        given: Any = request if kind is Request else await read(service, request)
+        answer = handler(service, kind.model_validate_json(given) if issubclass(kind, pydantic.BaseModel) else given)
+        return respond(await answer if inspect.isawaitable(answer) else answer)
+
+    return Route(f"{API}/{path}", endpoint, methods=[method])
+
+
+def check_key(service: Service, request: Request) -> None:
+    key, sent = service.config.api_key, request.headers.get("X-API-Key", "")
+    if key and not sent:
+        raise HTTPException(401, "X-API-Key is missing: set TINKER_API_KEY")
+    if key and not hmac.compare_digest(sent.encode("latin-1"), key.encode()):
+        raise HTTPException(403, "X-API-Key is not this server's key")
+
+
+def respond(answer: dict | bytes | Response | None) -> Response:
+    if isinstance(answer, dict):
+        return JSONResponse(answer)
+    if isinstance(answer, bytes):
+        return Response(answer, media_type="application/x-protobuf")
+    return answer if answer is not None else Response(status_code=204)
+
+
+async def read(service: Service, request: Request) -> bytes:
+    limits = [(service.config.max_body_mb * 2**20, "--max-body-mb")]
+    if request.url.path == f"{API}/asample":
+        # JSON is parsed under the GIL, in no thread without stopping the loop: no more of it than a prompt can be.
+        context = service.sampler.context_tokens
+        limits.append((2**18 + 64 * context, f"a prompt has {context} tokens at most"))
+    most, allowed = min(limits)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise HTTPException(413, f"the request is larger than {most} bytes ({allowed})")
+    return bytes(body)
+
+
+STATUS = {  # what is answered at once. No 408, 409 or 5xx for what is final: the SDK would retry it.
+    pydantic.ValidationError: 422,
+    NotFound: 404,
+    Gone: 410,
+    Overloaded: 429,
+    ValueError: 400,
+    ClientDisconnect: 400,  # nobody reads it
+    Exception: 500,
+}
 
 
 async def on_error(request: Request, error: Exception) -> JSONResponse:
-    status = error.status_code if isinstance(error, HTTPException) else http_status(error)
+    if isinstance(error, HTTPException):
+        return JSONResponse({"detail": error.detail}, error.status_code)
+    status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     if status == 500:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"detail": error.detail if isinstance(error, HTTPException) else str(error)}, status)
-
-
-def routes(service: Service) -> list[Route]:
-    s, limit = service, service.config.max_body_mb * 2**20
-    # JSON is parsed under the GIL, in no thread without stopping the loop: no more of it than a prompt can be.
-    prompts = min(limit, 2**18 + 64 * service.sampler.context_tokens)
-
-    async def read(request: Request) -> bytes:
-        most = prompts if request.url.path == f"{API}/asample" else limit
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                allowed = (
-                    f"a prompt has {s.sampler.context_tokens} tokens at most" if most == prompts else "--max-body-mb"
-                )
-                raise HTTPException(413, f"the request is larger than {most} bytes ({allowed})")
-        return bytes(body)
-
-    def post(
-        path: str, verb: Callable[[Any], Awaitable[dict | Response]], kind: type[pydantic.BaseModel] | None = None
-    ) -> Route:
-        """`kind`: the type of the request, None for the raw body."""
-
-        async def endpoint(request: Request) -> Response:
-            body = await read(request)
-            answer = await verb(body if kind is None else kind.model_validate_json(body))
-            return answer if isinstance(answer, Response) else JSONResponse(answer)
-
-        return Route(f"{API}/{path}", endpoint, methods=["POST"])
-
-    def route(path: str, verb: Callable[[Request], Awaitable[Any]], method: str = "GET") -> Route:
-        async def endpoint(request: Request) -> Response:
-            answer = await verb(request)
-            return (
-                answer
-                if isinstance(answer, Response)
-                else JSONResponse(answer)
-                if answer is not None
-                else Response(status_code=204)
-            )
-
-        return Route(f"{API}/{path}", endpoint, methods=[method])
-
-    def page(request: Request, items: list) -> tuple[list, dict]:
-        offset, limit = (int(request.query_params.get(key, default)) for key, default in (("offset", 0), ("limit", 20)))
-        if offset < 0 or limit < 0:
-            raise ValueError(f"offset {offset} and limit {limit} must not be negative")
-        return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
-
-    async def constant(answer: dict) -> dict:
-        return answer
-
-    async def list_runs(request: Request) -> dict:
-        items, cursor = page(request, await s.training_runs())
-        return {"training_runs": items, "cursor": cursor}
-
-    async def list_checkpoints(request: Request) -> dict:
-        run_id = request.path_params.get("run")
-        items = [describe(c).model_dump(mode="json") for c in await asyncio.to_thread(s.store.list, run_id)]
-        if run_id is not None:
-            return {"checkpoints": items}
-        items, cursor = page(request, items)
-        return {"checkpoints": items, "cursor": cursor}
-
-    def named(request: Request) -> TinkerPath:
-        return TinkerPath.parse("tinker://{run}/{segment}/{name}".format(**request.path_params))
-
-    async def ttl(request: Request) -> None:
-        body = TimeToLive.model_validate_json(await read(request))
-        await asyncio.to_thread(s.store.set_ttl, named(request), body.ttl_seconds)
-
-    async def external_urls(request: Request) -> dict:
-        checkpoint = await asyncio.to_thread(s.store.open, named(request))
-        if checkpoint.path.segment != "external_weights":
-            raise ValueError(f"{checkpoint.path} is not an external checkpoint: save it with save_weights_external")
-        expires, folder = int(time.time() + EXTERNAL_URL_S), checkpoint.folder.name
-        link = lambda file: (
-            f"{request.base_url}download/{folder}/{file}?expires={expires}&signature={s.sign(folder, file, expires)}"
-        )
-        when = datetime.now(UTC) + timedelta(seconds=EXTERNAL_URL_S)
-        return {"urls": {file: link(file) for file in checkpoint.files}, "expires": when.isoformat()}
-
-    async def download(request: Request) -> Response:
-        """Links carry their own permission: clients fetch them without the key."""
-        folder, file = request.path_params["object"], request.path_params["file"]
-        expires, signature = request.query_params.get("expires", "0"), request.query_params.get("signature", "")
-        genuine = re.fullmatch("[0-9]{1,12}", expires) and hmac.compare_digest(
-            signature.encode(), s.sign(folder, file, int(expires)).encode()
-        )
-        if not genuine or int(expires) < time.time():
-            raise HTTPException(403, "this link is wrong or has expired; ask for external_weights_urls again")
-        path = s.store.root / "objects" / folder / file
-        if not path.is_file():
-            raise NotFound(f"{file} is gone: its checkpoint was deleted")
-        return FileResponse(path)
-
-    async def sessions(request: Request) -> dict:
-        items, _ = page(request, list(reversed(s.sessions)))
-        return {"sessions": items}
-
-    async def show_session(request: Request) -> dict:
-        session = s.find(s.sessions, request.path_params["session"], "session")
-        return {
-            "training_run_ids": list(session.runs),
-            "sampler_ids": list(session.samplers),
-            "user_metadata": session.user_metadata,
-            "display_name": session.display_name,
-        }
-
-    async def finish(request: Request) -> None:
-        await s.end_session(s.find(s.sessions, request.path_params["session"], "session"))
-
-    on_path = lambda call: lambda request: asyncio.to_thread(call, named(request))
-    checkpoint = "training_runs/{run}/checkpoints/{segment}/{name}"
-    models = [
-        {"model_name": s.model.name, "max_context_length": s.trainer.row_len, "trainable": True, "sampleable": True}
-    ]
-    return [
-        post("client/config", lambda _: constant({})),
-        post("client/dynamic_config", lambda _: constant({"refresh_interval_sec": 300, "sample_cancel_enabled": True})),
-        post("telemetry", lambda _: constant({"status": "accepted"})),
-        post("create_session", s.create_session, types.CreateSessionRequest),
-        post("session_heartbeat", s.session_heartbeat, types.SessionHeartbeatRequest),
-        post("create_model", s.create_model, types.CreateModelRequest),
-        post("get_info", s.get_info, types.GetInfoRequest),
-        post("forward_backward", s.forward_backward),
-        post("optim_step", s.optim_step, types.OptimStepRequest),
-        post("save_weights", s.save_weights, types.SaveWeightsRequest),
-        post("load_weights", s.load_weights, types.LoadWeightsRequest),
-        post("save_weights_for_sampler", s.save_weights_for_sampler, types.SaveWeightsForSamplerRequest),
-        post("save_weights_external", s.save_weights_external, types.SaveWeightsExternalRequest),
-        post("weights_info", s.weights_info, WeightsInfo),
-        post("create_sampling_session", s.create_sampling_session, types.CreateSamplingSessionRequest),
-        post("asample", s.asample),
-        post("retrieve_future", s.retrieve_future, types.FutureRetrieveRequest),
-        post("retrieve_futures", s.retrieve_futures, types.FuturesRetrieveRequest),
-        post("cancel_future", s.cancel_future, types.FutureRetrieveRequest),
-        route("healthz", lambda _: constant({"status": "ok"})),
-        route("get_server_capabilities", lambda _: constant({"supported_models": models})),
-        route("samplers/{sampler}", lambda request: s.get_sampler(request.path_params["sampler"])),
-        route("sessions", sessions),
-        route("sessions/{session}", show_session),
-        route("sessions/{session}/finish", finish, "POST"),
-        route("training_runs", list_runs),
-        route("training_runs/{run}", lambda request: s.get_training_run(request.path_params["run"])),
-        route("training_runs/{run}/checkpoints", list_checkpoints),
-        route("checkpoints", list_checkpoints),
-        route(f"{checkpoint}/publish", on_path(lambda path: s.store.set_public(path, True)), "POST"),
-        route(f"{checkpoint}/publish", on_path(lambda path: s.store.set_public(path, False)), "DELETE"),
-        route(f"{checkpoint}/ttl", ttl, "PUT"),
-        route(f"{checkpoint}/external_weights_urls", external_urls),
-        route(checkpoint, on_path(s.store.delete), "DELETE"),
-        Route("/download/{object}/{file:path}", download),
-    ]
-
-
-class CheckKey:
-    """ASGI middleware: every API call carries the key, where one is set."""
-
-    def __init__(self, app, key: str | None):
-        self.app, self.key = app, key
-
-    async def __call__(self, scope, receive, send):
-        if self.key and scope["type"] == "http" and scope["path"].startswith(API):
-            sent = dict(scope["headers"]).get(b"x-api-key")
-            if sent is None or not hmac.compare_digest(sent, self.key.encode()):
-                detail = (
-                    "X-API-Key is missing: set TINKER_API_KEY" if sent is None else "X-API-Key is not this server's key"
-                )
-                return await JSONResponse({"detail": detail}, 401 if sent is None else 403)(scope, receive, send)
-        await self.app(scope, receive, send)
+    return JSONResponse({"detail": str(error)}, status)
 
 
 def application(service: Service) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_):
+        service.closing = asyncio.Future()
         sweeper = service.spawn(service.sweep())
         yield
         sweeper.cancel()
 
-    handlers = {
-        HTTPException: on_error,
-        LookupError: on_error,
-        ValueError: on_error,
-        Overloaded: on_error,
-        ClientDisconnect: on_error,
-        Exception: on_error,
-    }
-    middleware = [Middleware(CheckKey, key=service.config.api_key)]
-    return Starlette(routes=routes(service), middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    public = Route("/download/{object}/{file:path}", functools.partial(download, service))
+    routes = [public, *(route(service, *each) for each in ROUTES)]
+    handlers = dict.fromkeys((HTTPException, *STATUS), on_error)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
 # ---- start and stop
@@ -912,37 +811,28 @@ class Server(uvicorn.Server):
         self.service = service
 
     async def shutdown(self, sockets=None):
-        await self.service.close()
+        self.service.closing.set_result(None)
         await super().shutdown(sockets)
 
 
 def bind(config: ServerConfig) -> socket.socket:
     """Take the port before the minute of loading, so that a busy one is said at once."""
-    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_key:
-        raise ValueError(
-            f"--host {config.host} is reachable from elsewhere: set --api-key (or $TINKER_SERVER_API_KEY) as well"
-        )
-    if config.api_key and not config.api_key.startswith("tml-"):
+    host, port, key = config.host, config.port, config.api_key
+    if host not in ("127.0.0.1", "localhost", "::1") and not key:
+        raise ValueError(f"--host {host} can be reached from elsewhere: set --api-key (or $TINKER_SERVER_API_KEY) too")
+    if key and not key.startswith("tml-"):
         raise ValueError("--api-key must start with tml-: the SDK accepts no other")
-    sock = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((config.host, config.port))
-        sock.listen(1024)  # clients may connect while the model loads; they are served when it has
+    ipv6 = ":" in host
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    try:  # clients may connect while the model loads; they are served when it has
+        return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=ipv6)
     except OSError as error:
-        raise ValueError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
-            "choose another --port (0 takes a free one)"
-        ) from error
-    return sock
+        remedy = "choose another --port (0 takes a free one)"
+        raise ValueError(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}") from error
 
 
-def main(config: ServerConfig) -> None:
-    started = time.monotonic()
-    sock = bind(config)
-    url = f"http://{config.host}:{sock.getsockname()[1]}"
-    config.state_dir.mkdir(parents=True, exist_ok=True)
-    store = cache.Store(config.state_dir)
+def build(config: ServerConfig, store: cache.Store) -> Service:
+    """Load the model and compile every program."""
     jax.config.update("jax_compilation_cache_dir", str(store.root / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     log.info("loading %s on %d %s device(s)", config.model.model, jax.device_count(), jax.default_backend())
@@ -951,30 +841,27 @@ def main(config: ServerConfig) -> None:
     trainer.warm_up()
     sampler = EmbeddedEngine(model, config.sampler)
     sampler.warm_up()
-    service = Service(config, store, trainer, sampler)
-    log.info(
-        "%s: tiles of %d x %d tokens, %d adapters of rank <= %d; sampler: %d slots of %d tokens",
-        model.name,
-        trainer.rows,
-        trainer.row_len,
-        config.trainer.max_adapters,
-        config.model.max_rank,
-        config.sampler.slots,
-        config.sampler.context,
-    )
-    log.info(
-        "ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s",
-        time.monotonic() - started,
-        url,
-        "<yours>" if config.api_key else "tml-any",
-    )
+    adapters = f"{config.trainer.max_adapters} adapters of rank <= {config.model.max_rank}"
+    slots = f"{config.sampler.slots} slots of {config.sampler.context} tokens"
+    log.info("%s: tiles of %d x %d tokens, %s; sampler: %s", model.name, trainer.rows, trainer.row_len, adapters, slots)
+    return Service(config, store, trainer, sampler)
+
+
+def main(config: ServerConfig) -> None:
+    started, sock = time.monotonic(), bind(config)
+    config.state_dir.mkdir(parents=True, exist_ok=True)
+    store = cache.Store(config.state_dir)
+    service = build(config, store)
+    url, key = f"http://{config.host}:{sock.getsockname()[1]}", "<yours>" if config.api_key else "tml-any"
+    log.info("ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s", time.monotonic() - started, url, key)
     options = uvicorn.Config(application(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="on")
+    options.timeout_keep_alive = KEEP_ALIVE_S
     gc.collect()
     gc.freeze()  # 700,000 objects of start-up: a full collection over them holds a heartbeat for 400 ms
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises either again when it has shut down
     with contextlib.suppress(KeyboardInterrupt):
         Server(options, service).run(sockets=[sock])
-    sampler.close()
+    service.sampler.close()
     store.close()
     log.info("stopped")
     sys.stderr.flush()
@@ -988,9 +875,8 @@ if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # or it says at every start that there is no torch
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        given = tyro.cli(
-            ServerConfig, description="A Tinker server: trains and samples LoRA adapters over one base model."
-        )
+        description = "A Tinker server: trains and samples LoRA adapters over one base model."
+        given = tyro.cli(ServerConfig, description=description)
         main(dataclasses.replace(given, api_key=given.api_key or os.environ.get("TINKER_SERVER_API_KEY")))
     except (ValueError, RuntimeError) as error:
         sys.exit(f"server.py: {error}")

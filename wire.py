@@ -246,25 +246,28 @@ def validate_forward_backward(
     for i, datum in enumerate(request.data):
         field, length = f"data[{i}]", datum.tokens.size
         if not 1 <= length <= max_tokens:
-            raise ValueError(f"{field}.model_input: got {length} tokens, allowed 1 to {max_tokens}: split the sequence")
+            raise ValueError(f"{field}.model_input: got {length} tokens, allowed 1 to {max_tokens} (--row-len): split it")
         _check_tokens(f"{field}.model_input", datum.tokens, vocab_size)
         if missing := set(required) - datum.inputs.keys():
             got = reprlib.repr(sorted(datum.inputs))
             raise ValueError(f"{field}.loss_fn_inputs: got {got}, {request.loss_fn} also needs {sorted(missing)}")
-        for name, values in datum.inputs.items():
-            _check_input(_input(field, name), name, values, length, vocab_size)
+        targets = datum.inputs["target_tokens"].shape
+        several = len(targets) == 2 and request.loss_fn == "cross_entropy"  # soft targets: K a position
+        for name, values in sorted(datum.inputs.items(), key=lambda item: item[0] != "target_tokens"):
+            wide = several and name in ("target_tokens", "weights")
+            _check_input(_input(field, name), name, values, (length, targets[1]) if wide else (length,), vocab_size)
 
 
-def _check_input(field: str, name: str, values: Shaped[np.ndarray, "_ ..."], length: int, vocab_size: int) -> None:
-    if values.ndim != 1:
-        later = "shape (N, K) targets are not supported yet: send one target a position"
-        raise ValueError(f"{field}: got shape {values.shape}, allowed ({length},): {later}")
-    if values.size != length:
-        raise ValueError(f"{field}: got {values.size} values, allowed {length}: one for each token of model_input")
+def _check_input(
+    field: str, name: str, values: Shaped[np.ndarray, "_ ..."], shape: tuple[int, ...], vocab_size: int
+) -> None:
+    if values.shape != shape:
+        why = "one for each token of model_input; cross_entropy alone takes (N, K), for target_tokens and weights alike"
+        raise ValueError(f"{field}: got shape {values.shape}, allowed {shape}: {why}")
     if name == "target_tokens":
-        _check_tokens(field, values, vocab_size)
-    elif name != "logprobs":  # the trainer counts non-finite sampling log-probs and gives them no weight
-        _check_each(field, values, np.isfinite(values), "finite numbers")
+        _check_tokens(field, values.reshape(-1), vocab_size)
+    elif name not in ("logprobs", "advantages"):  # of these the trainer counts what is not finite, and drops it
+        _check_each(field, values.reshape(-1), np.isfinite(values).reshape(-1), "finite numbers")
 
 
 def _check_tokens(field: str, tokens: Shaped[np.ndarray, " n"], vocab_size: int) -> None:

@@ -3,6 +3,8 @@
 Run: uv run pytest tests/test_losses.py
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,13 +15,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from losses import CONFIG_KEYS, LOSSES, TokenInputs, config_vector, target_logprobs, token_losses, vocabulary_block
+import losses
+from losses import (
+    FIELDS,
+    LOSSES,
+    Scores,
+    TokenInputs,
+    loss_numbers,
+    score,
+    target_logprobs,
+    token_losses,
+    vocabulary_block,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Target log-probabilities
 
 
+@partial(jax.jit, static_argnames=("tile", "block"))
 def logprobs_and_gradient(hidden, head, targets, cotangent, **sizes):
     """What a training step asks for: the log-probabilities, and d sum(cotangent * logprobs) / d hidden."""
     logprobs, pullback = jax.vjp(lambda hidden: target_logprobs(hidden, head, targets, **sizes), hidden)
@@ -144,8 +160,9 @@ def test_the_backward_pass_is_handed_u_and_nothing_else():
         return jax.vjp(lambda hidden: target_logprobs(hidden, head, targets), hidden)[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(residuals, *abstract()))
-    arrays = [leaf.shape for leaf in leaves if leaf.shape]
-    assert arrays == [(2, 1024, 64)]  # [n, tile, D]: as many numbers as hidden, and no V
+    shapes = Counter(leaf.shape for leaf in leaves if leaf.dtype == jnp.float32)
+    assert shapes[32_768, 64] == shapes[2048, 64] == 1  # the head itself, and u: as many numbers as hidden
+    assert all(shape in ((32_768, 64), (2048, 64)) or np.prod(shape) <= 2048 for shape in shapes)
 
 
 def test_temporary_memory_is_a_few_blocks_and_does_not_grow_with_the_vocabulary():
@@ -167,42 +184,145 @@ def test_one_matmul_a_block_without_gradient_and_two_with_it(vocabulary):
     assert (matmuls(target_logprobs), matmuls(squared_gradient)) == (1, 2)
 
 
+# Live tokens, several targets, entropy, and the same on a mesh.
+
+MESH = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+ROWS, PLANES, WHOLE = P("fsdp"), P(None, "fsdp"), P()
+
+
+def on_mesh(hidden, head, targets, live, planes, **sizes):
+    run = jax.shard_map(
+        lambda *args: score(*args, axis="fsdp", **sizes),
+        mesh=MESH,
+        in_specs=(ROWS, ROWS, PLANES, ROWS, WHOLE),
+        out_specs=Scores(PLANES, ROWS),
+        check_vma=False,
+    )
+    return run(hidden, head, targets, live, planes)
+
+
+def full_oracle(hidden, head, targets, cotangent):
+    """(logprobs [K, T], entropy [T], gradient [T, D]) in float64 with every logit in memory."""
+    planes = [oracle(hidden, head, target, weight) for target, weight in zip(targets, cotangent, strict=True)]
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.stack([lp for lp, _ in planes]), -(p * np.log(p)).sum(-1), sum(gradient for _, gradient in planes)
+
+
+@pytest.mark.parametrize("where", ["one device", "four devices"])
+@pytest.mark.parametrize("planes, used", [(1, 1), (3, 3), (8, 2)])
+@pytest.mark.parametrize("alive", [1.0, 0.4, 0.0])
+def test_live_tokens_and_targets_in_use_agree_with_float64_and_the_rest_is_zero(where, planes, used, alive):
+    hidden, head, _, _ = problem(64, 1000)
+    random = np.random.default_rng(planes)
+    targets = jnp.asarray(random.integers(0, 1000, (planes, 64)), jnp.int32)
+    cotangent = jnp.asarray(random.normal(size=(planes, 64)), jnp.float32)
+    live = jnp.asarray(random.random(64) < alive)
+    run = on_mesh if where == "four devices" else score
+
+    @jax.jit
+    def step(hidden):
+        scores, pull = jax.vjp(lambda hidden: run(hidden, head, targets, live, used, tile=16, block=128), hidden)
+        return scores, pull(Scores(cotangent, jnp.ones(64)))[0], run(hidden, head, targets, live, used, tile=16)
+
+    scores, gradient, without = step(hidden)
+    logprobs, entropy, expected = full_oracle(hidden, head, targets[:used], cotangent[:used])
+    for got in (scores, without):
+        np.testing.assert_allclose(got.logprobs[:used], logprobs * live, atol=1e-5)
+        np.testing.assert_allclose(got.entropy, entropy * live, atol=1e-5)
+        assert not got.logprobs[used:].any()
+    np.testing.assert_allclose(gradient, expected * live[:, None], atol=1e-5)
+
+
+def test_a_log_probability_is_never_positive():
+    head = jnp.eye(128, 32) * 40
+    assert (target_logprobs(jnp.eye(32), head, jnp.arange(32)) <= 0).all()
+
+
+def test_prompt_tokens_cost_no_tile(monkeypatch):
+    """The trip count is traced: the same program, fewer turns. Counted on the host, from inside the loop."""
+    turns, visit = [], losses._visit_tile
+
+    def counting(*args, **kwargs):
+        jax.debug.callback(lambda: turns.append(1))
+        return visit(*args, **kwargs)
+
+    monkeypatch.setattr(losses, "_visit_tile", counting)
+    hidden, head, targets, _ = problem(64, 300)
+    run = jax.jit(lambda live: score(hidden, head, targets[None], live, tile=8).logprobs)
+    for alive, expected in ((64, 8), (17, 3), (0, 0)):
+        turns.clear()
+        jax.block_until_ready(run(jnp.arange(64) < alive))
+        jax.effects_barrier()
+        assert len(turns) == expected
+
+
+@pytest.mark.parametrize("planes", [1, 4])
+def test_no_collective_on_the_mesh_carries_an_axis_of_the_vocabulary(planes):
+    shapes = (8192, 64), (32_768, 64), (planes, 8192), (8192,)
+    kinds, specs = (jnp.float32, jnp.float32, jnp.int32, jnp.bool), (ROWS, ROWS, PLANES, ROWS)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(MESH, spec))
+        for shape, kind, spec in zip(shapes, kinds, specs, strict=True)
+    ]
+    loss = lambda hidden, *rest: (on_mesh(hidden, *rest, planes).logprobs ** 2).sum()
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile()
+    collectives = re.findall(
+        r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)", compiled.as_text()
+    )
+    moved = {int(size) for shape in collectives for size in re.findall(r"\d+", shape)}
+    assert collectives and max(moved) <= 512  # tokens of a tile; a quarter of the head would be 8,192 rows
+    assert compiled.memory_analysis().temp_size_in_bytes < 8192 * 32_768 // 4
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The losses
 
 
 @jax.jit
-def losses_and_gradient(index, logprobs, inputs, live, config):
+def losses_and_gradient(index, logprobs, inputs, live, segments):
     """Per-token losses, and the gradient of their sum by the log-probabilities. One program for every loss."""
 
     def total(logprobs):
-        losses = token_losses(index, logprobs, inputs, live, config)
+        losses = token_losses(index, logprobs, inputs, live, segments)
         return losses.sum(), losses
 
     (_, losses), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
     return losses, gradient
 
 
-def evaluate(name, logprobs, inputs, live=None, **config):
-    """losses_and_gradient by the loss's name, on plain numbers."""
-    logprobs, *inputs = (np.asarray(numbers, np.float32) for numbers in (logprobs, *inputs))
+def evaluate(name, logprobs, inputs, live=None, segments=None, **config):
+    """losses_and_gradient by the loss's name, on plain numbers; `config` holds numbers or arrays, one a token."""
+    logprobs = np.asarray(logprobs, np.float32)
+    numbers = loss_numbers(name, {key: value for key, value in config.items() if np.ndim(value) == 0}) | config
+    given = {FIELDS[key]: np.broadcast_to(value, logprobs.shape) for key, value in numbers.items()}
+    inputs = TokenInputs(*(np.asarray(each, np.float32) for each in inputs._replace(**given)))
     live = np.ones(logprobs.shape, bool) if live is None else np.asarray(live)
-    index = np.int32(list(LOSSES).index(name))
-    return losses_and_gradient(index, logprobs, TokenInputs(*inputs), live, config_vector(name, config))
+    segments = np.zeros(logprobs.shape, np.int32) if segments is None else np.asarray(segments, np.int32)
+    return losses_and_gradient(np.int32(list(LOSSES).index(name)), logprobs, inputs, live, segments)
+
+
+def token_inputs(weights, sampling_logprobs, advantages):
+    """The numbers of a datum; evaluate fills in what belongs to the loss."""
+    weights, *given = (np.asarray(numbers, float) for numbers in (weights, sampling_logprobs, advantages))
+    zeros = np.zeros(len(weights))
+    return TokenInputs(weights, *given, np.ones(len(weights)), zeros, zeros, zeros)
 
 
 def sampled(gaps, advantages):
     """Tokens whose ratio is exp(gap): lp = -1 and q = lp - gap."""
-    return np.full(len(gaps), -1.0), TokenInputs(np.zeros(len(gaps)), -1.0 - np.asarray(gaps), np.asarray(advantages))
+    return np.full(len(gaps), -1.0), token_inputs(np.zeros(len(gaps)), -1.0 - np.asarray(gaps), advantages)
 
 
-def test_the_table_is_in_the_order_of_its_index():
-    assert list(LOSSES) == ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
-    assert {key for loss in LOSSES.values() for key in loss.config} == set(CONFIG_KEYS)
+def test_the_table_names_every_field_by_its_name_on_the_wire():
+    assert list(LOSSES)[:5] == ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+    assert {name for loss in LOSSES.values() for name in (*loss.inputs, *loss.config)} == set(FIELDS)
+    assert set(FIELDS.values()) == set(TokenInputs._fields)
 
 
 def test_cross_entropy_by_hand():
-    inputs = TokenInputs(np.array([1.0, 0.0, -2.0]), np.full(3, np.nan), np.full(3, np.inf))  # it reads weights only
+    inputs = token_inputs([1.0, 0.0, -2.0], np.full(3, np.nan), np.full(3, np.inf))  # it reads weights only
     losses, gradient = evaluate("cross_entropy", [-0.5, -3.0, -0.25], inputs)
     np.testing.assert_array_equal(losses, [0.5, 0.0, -0.5])
     np.testing.assert_array_equal(gradient, [-1.0, 0.0, 2.0])
@@ -240,6 +360,36 @@ def test_dro_by_hand():
     np.testing.assert_array_equal(gradient, [-1.0, 0.0, -1.0])  # the second rests: gap = A / beta
 
 
+def test_gspo_by_hand():
+    """Two sequences of ratios (2, 1/2, and 8 outside the mask) and (4, 1): geometric means 1 and 2."""
+    logprobs, inputs = sampled(np.log([2, 0.5, 8, 4, 1]), [1.0, -1.0, 1.0, 1.0, -1.0])
+    inputs = inputs._replace(ratio_mask=np.array([1, 1, 0, 5, 1]))
+    losses, gradient = evaluate("gspo", logprobs, inputs, segments=[0, 0, 0, 3, 3], clip_high_threshold=1.5)
+    np.testing.assert_allclose(losses, [-1.0, 1.0, -1.0, -1.5, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-1.0, 1.0, -1.0, 0.0, 2.0], rtol=1e-6)
+
+
+def test_stable_reinforce_by_hand():
+    logprobs, inputs = sampled(np.log([0.5, 1.0, 8.0]), [1.0, -2.0, 1.0])
+    losses, gradient = evaluate("stable_reinforce", logprobs, inputs)  # lp = -1, ratios truncated at 2
+    np.testing.assert_allclose(losses, [0.5, -2.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-0.5, 2.0, -2.0], rtol=1e-6)
+    leashed, pulled = evaluate("stable_reinforce", logprobs, inputs, kl_coeff=2.0)
+    np.testing.assert_allclose(leashed - losses, np.log([0.5, 1.0, 8.0]) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(pulled - gradient, 2 * np.log([0.5, 1.0, 8.0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_threshold_of_a_token_goes_before_that_of_the_request():
+    logprobs, inputs = sampled(np.log([2.0, 2.0]), [1.0, 1.0])
+    losses, _ = evaluate("ppo", logprobs, inputs, clip_high_threshold=np.array([1.5, 3.0]))
+    np.testing.assert_allclose(losses, [-1.5, -2.0], rtol=1e-6)
+
+
+def float64_gspo(lp, q, w, a, low, high, penalty):
+    s = np.exp((lp - q).mean())
+    return -np.minimum(s * a, np.clip(s, low, high) * a), np.where(np.where(a > 0, s > high, s < low), 0.0, -s * a)
+
+
 # Float64 losses (lp, q, w, A, low, high, beta) -> (losses, gradient by lp), written without the module's helpers.
 ORACLES = {
     "cross_entropy": lambda lp, q, w, a, low, high, beta: (-w * lp, -w),
@@ -253,6 +403,11 @@ ORACLES = {
         -np.clip(np.exp(lp - q), low, high) * a,
     ),
     "dro": lambda lp, q, w, a, low, high, beta: (-lp * a + 0.5 * beta * (lp - q) ** 2, -a + beta * (lp - q)),
+    "gspo": float64_gspo,
+    "stable_reinforce": lambda lp, q, w, a, low, high, kl: (
+        -np.minimum(np.exp(lp - q), high) * lp * a + 0.5 * kl * (lp - q) ** 2,
+        -np.minimum(np.exp(lp - q), high) * a + kl * (lp - q),
+    ),
 }
 
 CONFIGS = {
@@ -261,6 +416,8 @@ CONFIGS = {
     "ppo": [{}, {"clip_high_threshold": 1.28}, {"clip_low_threshold": 0.0, "clip_high_threshold": 5}],
     "cispo": [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}],
     "dro": [{}, {"beta": 1.5}, {"beta": 0}],
+    "gspo": [{}, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}],
+    "stable_reinforce": [{}, {"kl_coeff": 0.5, "clip_high_threshold": 1.1}],
 }
 EVERY_LOSS_AND_CONFIG = [(name, config) for name, configs in CONFIGS.items() for config in configs]
 
@@ -269,13 +426,14 @@ def random_tokens(seed, tokens=512):
     random = np.random.default_rng(seed)
     logprobs = -random.exponential(2.0, tokens)
     gaps = random.normal(0.0, 0.5, tokens)
-    return logprobs, TokenInputs(random.normal(size=tokens), logprobs - gaps, random.normal(size=tokens))
+    return logprobs, token_inputs(random.normal(size=tokens), logprobs - gaps, random.normal(size=tokens))
 
 
 @pytest.mark.parametrize("name, config", EVERY_LOSS_AND_CONFIG)
 def test_every_loss_agrees_with_float64_in_value_and_gradient(name, config):
     logprobs, inputs = random_tokens(seed=0)
-    numbers = config_vector(name, config).astype(np.float64)
+    fields = {FIELDS[key]: value for key, value in loss_numbers(name, config).items()}
+    numbers = [fields.get(field, 0.0) for field in ("clip_low", "clip_high", "penalty")]
     expected = ORACLES[name](logprobs, inputs.sampling_logprobs, inputs.weights, inputs.advantages, *numbers)
     for got, wanted in zip(evaluate(name, logprobs, inputs, **config), expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
@@ -322,7 +480,7 @@ def some_tokens(draw, gap=3.0):
     logprobs = np.array(draw(each(numbers(-20, 0))))
     gaps = np.array(draw(each(numbers(-gap, gap))))
     weights, advantages = (np.array(draw(each(numbers(-4, 4)))) for _ in range(2))
-    return logprobs, TokenInputs(weights, logprobs - gaps, advantages)
+    return logprobs, token_inputs(weights, logprobs - gaps, advantages)
 
 
 def take(inputs, where):
@@ -346,7 +504,7 @@ def test_masked_equals_filtered(name, tokens, live):
     tokens=some_tokens(),
     live=masks,
     garbage=st.lists(
-        each(st.sampled_from([np.inf, -np.inf, np.nan, -1e30, -99999.0, 3e38])), min_size=4, max_size=4
+        each(st.sampled_from([np.inf, -np.inf, np.nan, -1e30, -99999.0, 3e38])), min_size=8, max_size=8
     ).map(np.array),
 )
 def test_garbage_in_dead_tokens_is_exactly_zero_and_touches_no_live_one(name, tokens, live, garbage):
@@ -360,7 +518,7 @@ def test_garbage_in_dead_tokens_is_exactly_zero_and_touches_no_live_one(name, to
 
 
 @settings(max_examples=40, deadline=None)
-@given(name=names, tokens=some_tokens(), cut=st.integers(0, TOKENS))
+@given(name=names.filter("gspo".__ne__), tokens=some_tokens(), cut=st.integers(0, TOKENS))
 def test_the_sum_over_a_split_is_the_sum_of_its_parts(name, tokens, cut):
     logprobs, inputs = tokens
     whole = np.asarray(evaluate(name, logprobs, inputs)[0], np.float64).sum()
@@ -388,21 +546,20 @@ def test_the_gradient_of_cispo_is_the_clipped_ratio_times_the_advantage(tokens, 
 # The numbers of a request
 
 
-def test_config_vector_fills_in_the_defaults_of_its_loss():
-    def numbers(*args):
-        return config_vector(*args).tolist()
-
-    assert numbers("cross_entropy", {}) == [0.0, 0.0, 0.0]
-    assert numbers("ppo", {}) == pytest.approx([0.8, 1.2, 0.0])
-    assert numbers("cispo", {"clip_high_threshold": 5}) == pytest.approx([0.8, 5.0, 0.0])
-    assert numbers("dro", {}) == pytest.approx([0.0, 0.0, 0.05])
-    assert config_vector("dro", {"beta": 1.0}).dtype == np.float32
+def test_loss_numbers_fills_in_the_defaults_of_its_loss():
+    assert loss_numbers("cross_entropy", {}) == {}
+    assert loss_numbers("cispo", {"clip_high_threshold": 5}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 5}
+    assert loss_numbers("dro", {}) == {"beta": 0.05}
 
 
 @pytest.mark.parametrize(
     "name, config, message",
     [
-        ("grpo", {}, "loss_fn: got 'grpo', allowed: cross_entropy, importance_sampling, ppo, cispo, dro"),
+        (
+            "grpo",
+            {},
+            "loss_fn: got 'grpo', allowed: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce",
+        ),
         ("dro", {"bta": 0.1}, "loss_fn_config: got key 'bta', allowed for dro: beta"),
         ("cross_entropy", {"beta": 0.1}, "loss_fn_config: got key 'beta', allowed for cross_entropy: none"),
         ("dro", {"beta": "soft"}, r"loss_fn_config\['beta'\]: got 'soft', allowed: a finite float32 number"),
@@ -413,6 +570,6 @@ def test_config_vector_fills_in_the_defaults_of_its_loss():
         ("ppo", {"clip_low_threshold": 1.5}, "got clip_low_threshold 1.5 > clip_high_threshold 1.2"),
     ],
 )
-def test_config_vector_says_what_it_got_and_what_it_accepts(name, config, message):
+def test_loss_numbers_says_what_it_got_and_what_it_accepts(name, config, message):
     with pytest.raises(ValueError, match=message):
-        config_vector(name, config)
+        loss_numbers(name, config)

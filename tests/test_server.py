@@ -127,6 +127,15 @@ def post_optim(http: httpx.Client, model_id: str, seq_id: int) -> str:
     return http.post("optim_step", json=body).json()["request_id"]
 
 
+def numbers(answer: httpx.Response) -> Any:
+    """What must be equal: log-probs and metrics, but for how fast it was."""
+    if answer.headers["content-type"] != "application/x-protobuf":
+        return answer.json()
+    output = pb.ForwardBackwardOutput.FromString(answer.content)
+    timeless = {name: value for name, value in output.metrics.items() if "per_s" not in name}
+    return timeless | {"logprobs": output.loss_fn_outputs[0].fields["logprobs"].data}
+
+
 def result(http: httpx.Client, request_id: str) -> httpx.Response:
     answer = http.post("retrieve_future", json={"request_id": request_id})
     assert answer.status_code == 200, answer.text
@@ -207,13 +216,29 @@ def test_a_custom_loss_is_a_forward_and_a_cross_entropy_with_any_weights(service
     assert ((closer + 1) ** 2).sum() < ((learned + 1) ** 2).sum()
 
 
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_soft_targets_come_dense_or_sparse_and_go_back_in_their_shape(service):
+    """The SDK sends the smaller of both: here 2 of 40 columns are used, then all."""
+    client, n = new_adapter(service), len(TOKENS) - 1
+    targets, weights = np.zeros((n, 40), np.int64), np.zeros((n, 40), np.float32)
+    targets[:, :2], weights[:, :2] = np.stack([TOKENS[1:], TOKENS[:-1]], axis=1), (0.75, 0.25)
+
+    one = datum(target_tokens=types.TensorData.from_numpy(targets), weights=types.TensorData.from_numpy(weights))
+    output = client.forward(data=[one], loss_fn="cross_entropy").result()
+    plain = logprobs(client.forward([datum()], "cross_entropy").result())[0]
+    got = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert got.shape == (n, 40)
+    np.testing.assert_allclose(got[:, 0], plain, atol=1e-5)
+    assert output.metrics["loss:sum"] == pytest.approx(-(0.75 * got[:, 0] + 0.25 * got[:, 1]).sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"])
 def test_a_policy_loss_trains_on_what_was_sampled(service, loss_fn):
     client = new_adapter(service)
     sampler = client.save_weights_and_get_sampling_client().result()
     sequence = sampler.sample(prompt(TOKENS[:9]), 1, types.SamplingParams(max_tokens=6, seed=1)).result().sequences[0]
     sampled, zeros, ones = list(sequence.logprobs or ()), [0.0] * 8, [1.0] * len(sequence.tokens)
-    one = datum(TOKENS[:9] + sequence.tokens, weights=None, logprobs=zeros + sampled, advantages=zeros + ones)
+    mask = {"sequence_ratio_mask": zeros + ones} if loss_fn == "gspo" else {}
+    one = datum(TOKENS[:9] + sequence.tokens, weights=None, logprobs=zeros + sampled, advantages=zeros + ones, **mask)
     before = logprobs(client.forward_backward([one], loss_fn).result())[0]
     np.testing.assert_allclose(before[8:], sampled, atol=1e-4)
     client.optim_step(ADAM).result()
@@ -228,10 +253,28 @@ def test_requests_run_in_the_order_of_their_seq_id_whatever_order_they_arrive_in
     answers = {}
     for model_id, order in ((ordered, (1, 2, 3)), (shuffled, (2, 3, 1))):
         ids = {seq: post_optim(http, model_id, seq) if seq == 2 else post_fb(http, model_id, seq) for seq in order}
-        answers[model_id] = [result(http, ids[seq]).content for seq in (1, 2, 3)]
+        answers[model_id] = [numbers(result(http, ids[seq])) for seq in (1, 2, 3)]
         finish(http, model_id)
     assert answers[ordered] == answers[shuffled]
     assert answers[ordered][0] != answers[ordered][2]
+
+
+def test_neighbouring_forward_backwards_share_tiles_and_a_bad_one_fails_alone(http):
+    """While the first runs the others arrive, and share what it would have had to itself: 3 x 20 tokens, one tile."""
+    together, alone = raw_model(http), raw_model(http)
+    post_fb(http, together, 1, tokens=list(range(200)))  # keeps the device busy
+    ids = [post_fb(http, together, seq, loss_fn="nonsense" if seq == 3 else "cross_entropy") for seq in (2, 3, 4, 5)]
+    answers = [result(http, each) for each in ids]
+    assert "nonsense" in answers[1].json()["error"]
+    shared = [numbers(answers[i]) for i in (0, 2, 3)]
+    finish(http, together)
+    result(http, post_fb(http, alone, 1, tokens=list(range(200))))
+    single = [numbers(result(http, post_fb(http, alone, seq))) for seq in (2, 3, 4)]
+    finish(http, alone)
+    tiles = [each["tiles:sum"] for each in shared]
+    assert sum(tiles) < 3 and [each["tiles:sum"] for each in single] == [1, 1, 1]
+    for mine, theirs in zip(shared, single, strict=True):
+        assert mine["loss:sum"] == pytest.approx(theirs["loss:sum"], rel=1e-5)
 
 
 def test_the_same_seq_id_is_the_same_request_and_its_result_is_served_again(http):
@@ -325,11 +368,11 @@ BAD_DATA: dict[str, tuple[list[types.Datum], Any, str]] = {  # name: (data, loss
     "unequal targets": ([datum(target_tokens=[1, 2])], "cross_entropy", r"data\[0\].*target_tokens"),
     "target out of range": ([datum(), datum(target_tokens=[10**6] * 42)], "cross_entropy", r"data\[1\].*target_tokens"),
     "token out of range": ([datum(), datum([-1, 2, 3])], "cross_entropy", r"data\[1\].*model_input"),
-    "unknown loss": ([datum()], "gspo", r"loss_fn.*gspo.*cross_entropy"),
+    "unknown loss": ([datum()], "custom", r"loss_fn.*custom.*cross_entropy"),
     "missing input": ([datum()], "ppo", r"data\[0\].*advantages"),
     "NaN weight": ([datum(), datum(weights=[float("nan")] * 42)], "cross_entropy", r"data\[1\].*weights"),
     "infinite weight": ([datum(weights=[float("inf")] * 42)], "cross_entropy", r"data\[0\].*weights"),
-    "too long": ([datum(), datum(LONG)], "cross_entropy", r"data\[1\].*599.*512"),
+    "too long": ([datum(), datum(LONG)], "cross_entropy", r"data\[1\].*599.*256"),
     "empty": ([datum([1], target_tokens=[], weights=[])], "cross_entropy", r"data\[0\]"),
     "image": ([types.Datum(model_input=types.ModelInput(chunks=[IMAGE]), loss_fn_inputs=datum().loss_fn_inputs)],
               "cross_entropy", r"data\[0\].*image"),
@@ -778,7 +821,7 @@ def busy(url: str, key: str, client: tinker.TrainingClient) -> threading.Thread:
     headers = {"X-API-Key": key}
     http = httpx.Client(base_url=f"{url}/api/v1/", headers=headers, timeout=60)
     model_id = raw_model(http)
-    request = pb.ForwardBackwardRequest.FromString(fb_body(model_id, 1, TOKENS * 11))
+    request = pb.ForwardBackwardRequest.FromString(fb_body(model_id, 1, TOKENS * 10))
     request.data.extend([request.data[0]] * 999)
     working = http.post("forward_backward", content=request.SerializeToString()).json()["request_id"]
     body = {"session_id": model_id.split(":")[0], "sampling_session_seq_id": 0, "base_model": "demo"}

@@ -304,15 +304,19 @@ def test_random_bytes_are_a_value_error(body: bytes) -> None:
 def test_a_sound_request_passes_with_odd_but_legal_numbers() -> None:
     negative = sdk_datum([0, 99], target_tokens=[99, 0], weights=[-1.0, 0.0])  # forward_backward_custom sends these
     integer = sdk_datum([0], target_tokens=[1], weights=np.array([1]))
-    unread = sdk_datum([0, 1], target_tokens=[1, 2], weights=[1.0, 1.0], logprobs=[math.nan, -math.inf])
-    validate([good_datum(8), negative, integer, unread])
+    counted = dict(logprobs=[math.nan, -math.inf], advantages=[math.inf, math.nan])  # by the trainer, and dropped
+    unread = sdk_datum([0, 1], target_tokens=[1, 2], weights=[1.0, 1.0], **counted)
+    soft = sdk_datum(
+        [0, 1], target_tokens=np.array([[1, 2], [3, 0]]), weights=np.array([[0.5, 0.5], [1, 0]], np.float32)
+    )
+    validate([good_datum(8), negative, integer, unread, soft])
 
 
 @pytest.mark.parametrize(
     ("datum", "message"),
     [
         (sdk_datum([]), "data[1].model_input: got 0 tokens, allowed 1 to 8"),
-        (good_datum(9), "data[1].model_input: got 9 tokens, allowed 1 to 8: split"),
+        (good_datum(9), "data[1].model_input: got 9 tokens, allowed 1 to 8 (--row-len): split it"),
         (sdk_datum([3, 100]), "data[1].model_input: got 100 at position 1, allowed tokens 0 to 99"),
         (sdk_datum([-1]), "data[1].model_input: got -1 at position 0, allowed tokens 0 to 99"),
         (
@@ -333,20 +337,23 @@ def test_a_sound_request_passes_with_odd_but_legal_numbers() -> None:
         ),
         (
             sdk_datum([0, 1], target_tokens=[1], weights=[1.0, 1.0]),
-            'data[1].loss_fn_inputs["target_tokens"]: got 1 values, allowed 2: one for each token',
+            'data[1].loss_fn_inputs["target_tokens"]: got shape (1,), allowed (2,): one for each token',
         ),
         (
             sdk_datum([0, 1], target_tokens=[1, 2], weights=[1.0, math.nan]),
             'data[1].loss_fn_inputs["weights"]: got nan at position 1, allowed finite numbers',
         ),
         (
-            sdk_datum([0], target_tokens=[1], weights=[1.0], advantages=[-math.inf]),
-            'data[1].loss_fn_inputs["advantages"]: got -inf at position 0, allowed finite numbers',
+            sdk_datum([0, 1], target_tokens=np.array([[1, 2], [3, 4]]), weights=[1.0, 1.0]),
+            'data[1].loss_fn_inputs["weights"]: got shape (2,), allowed (2, 2): one for each token',
         ),
         (
-            sdk_datum([0, 1], target_tokens=np.array([[1, 2], [3, 4]]), weights=[1.0, 1.0]),
-            'data[1].loss_fn_inputs["target_tokens"]: got shape (2, 2), allowed (2,): shape (N, K) targets are not '
-            "supported yet: send one target a position",
+            sdk_datum([0], target_tokens=np.array([[1, 2], [3, 4]]), weights=np.ones((2, 2), np.float32)),
+            'data[1].loss_fn_inputs["target_tokens"]: got shape (2, 2), allowed (1, 2): one for each token',
+        ),
+        (
+            sdk_datum([0], target_tokens=np.array([[1, 100]]), weights=np.ones((1, 2), np.float32)),
+            'data[1].loss_fn_inputs["target_tokens"]: got 100 at position 1, allowed tokens 0 to 99',
         ),
     ],
 )
