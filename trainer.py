@@ -367,6 +367,7 @@ class Trainer:
         self._commit = jax.jit(commit_program, donate_argnums=(0, 1), out_shardings=whole)
         self._adamw = jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=whole)
         self._new: Adapter | None = None  # the gradients of the call that runs, zero between calls; None: to be made
+        self._parameters = model.parameters  # counting them walks the whole tree
         self.alone = False  # one sequence a row?
         self._set_rows(rows)
 
@@ -442,7 +443,7 @@ class Trainer:
         shared = {
             "tile_fill:mean": tokens / (len(tiles) * self.rows * self.row_len),
             "tokens_per_s:mean": tokens / elapsed,
-            "tflops_per_s:mean": self._flops(pieces, backward) / elapsed / 1e12,
+            "tflops_per_s:mean": float(self._flops(pieces, backward)) / elapsed / 1e12,
         }
         if (peak := PEAK_FLOPS.get(jax.devices()[0].device_kind)) is not None:
             shared["mfu:mean"] = shared["tflops_per_s:mean"] * 1e12 / peak / self.model.mesh.size
@@ -494,7 +495,7 @@ class Trainer:
         lengths = np.array([len(piece.tokens) for piece in pieces], np.float64)
         heads = config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
         scored = sum(asked(p.inputs, p.weights.T).sum() if backward else len(p.tokens) for p in pieces)
-        matrices = 2 * lengths.sum() * self.model.parameters
+        matrices = 2 * lengths.sum() * self._parameters
         return times * (matrices + 2 * scored * self.model.head.size) + (2 * times - 1) * 2 * heads * (lengths**2).sum()
 
     def optim_step(self, model_id: str, adam: Mapping[str, float]) -> dict[str, float]:

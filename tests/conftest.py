@@ -1,6 +1,7 @@
 """Every test runs on the CPU: four virtual devices in this process, one in the servers that it starts."""
 
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -17,6 +18,9 @@ import jax
 import pytest
 
 import model
+
+jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="tinker-tpu-xla-"))  # trainers share programs
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 COMPILED = Counter()  # one entry a backend compilation of this process
 jax.monitoring.register_event_duration_secs_listener(

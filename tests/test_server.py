@@ -821,7 +821,7 @@ def busy(url: str, key: str, client: tinker.TrainingClient) -> threading.Thread:
     headers = {"X-API-Key": key}
     http = httpx.Client(base_url=f"{url}/api/v1/", headers=headers, timeout=60)
     model_id = raw_model(http)
-    request = pb.ForwardBackwardRequest.FromString(fb_body(model_id, 1, TOKENS * 10))
+    request = pb.ForwardBackwardRequest.FromString(fb_body(model_id, 1, TOKENS * 5))
     request.data.extend([request.data[0]] * 999)
     working = http.post("forward_backward", content=request.SerializeToString()).json()["request_id"]
     body = {"session_id": model_id.split(":")[0], "sampling_session_seq_id": 0, "base_model": "demo"}

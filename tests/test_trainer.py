@@ -144,14 +144,14 @@ def test_tiles_hold_each_datum_where_they_say_with_its_own_positions(lengths, ro
 # ---- numbers
 
 
-def naive_loss(model, adapter, scale, d: Datum):
+def naive_loss(model, adapter, scale, tokens, targets, weights):
     """One datum alone, full logits: the slow path."""
-    tokens = jnp.asarray(d.tokens)[None]
+    tokens = tokens[None]
     scaled = model.scaled(adapter, jnp.asarray(scale))
     hidden = model.hidden(model.base, scaled, tokens, jnp.arange(tokens.size)[None], jnp.ones_like(tokens))[0]
     logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ model.head.T.astype(jnp.float32))
-    picked = jnp.take_along_axis(logprobs, jnp.asarray(d.inputs["target_tokens"])[:, None], 1)[:, 0]
-    return -(picked * d.inputs["weights"]).sum(), picked
+    picked = jnp.take_along_axis(logprobs, targets[:, None], 1)[:, 0]
+    return -(picked * weights).sum(), picked
 
 
 def test_packed_log_probs_loss_and_gradients_equal_those_of_each_datum_alone(trainer, adapter, demo):
@@ -160,8 +160,9 @@ def test_packed_log_probs_loss_and_gradients_equal_those_of_each_datum_alone(tra
     state, data = trainer.adapters[name], [datum(i, n) for i, n in enumerate((20, 33, 20))]
     logprobs, metrics = fb(trainer, name, data, "cross_entropy", {}, backward=True)
     got = jax.device_get(state.gradients)
-    alone = jax.value_and_grad(lambda a, d: naive_loss(demo, a, state.scale, d), has_aux=True)
-    answers = [alone(state.weights, d) for d in data]
+    naive = lambda a, *parts: naive_loss(demo, a, state.scale, *parts)
+    alone = jax.jit(jax.value_and_grad(naive, has_aux=True))
+    answers = [alone(state.weights, d.tokens, d.inputs["target_tokens"], d.inputs["weights"]) for d in data]
     for mine, ((_, expected), _) in zip(logprobs, answers, strict=True):
         np.testing.assert_allclose(mine, expected, atol=2e-5)
     assert metrics["loss:sum"] == pytest.approx(sum(float(loss) for (loss, _), _ in answers), rel=1e-6)
