@@ -246,7 +246,8 @@ def validate_forward_backward(
     for i, datum in enumerate(request.data):
         field, length = f"data[{i}]", datum.tokens.size
         if not 1 <= length <= max_tokens:
-            raise ValueError(f"{field}.model_input: got {length} tokens, allowed 1 to {max_tokens} (--row-len): split it")
+            limit = f"1 to {max_tokens} (--row-len): split it"
+            raise ValueError(f"{field}.model_input: got {length} tokens, allowed {limit}")
         _check_tokens(f"{field}.model_input", datum.tokens, vocab_size)
         if missing := set(required) - datum.inputs.keys():
             got = reprlib.repr(sorted(datum.inputs))
