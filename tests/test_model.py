@@ -730,3 +730,12 @@ def test_the_demo_chat_template_marks_turns(tokenizer):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
     prompted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(prompted) == text + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("remat, layers", [("none", 0), ("full", 2)])
+def test_activations_are_computed_again_only_where_it_was_asked_for(state_dir, remat, layers):
+    """MaxText reads "none" as None, which it takes for full: nothing says so but the time."""
+    chosen = load(ModelConfig(remat=remat), state_dir=state_dir, devices=jax.devices()[:1])
+    ids = jnp.ones((1, 8), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda adapter: chosen.hidden(chosen.base, adapter, ids, ids, ids))(chosen.zeros())
+    assert [eqn.primitive.name for eqn in jaxpr.eqns].count("remat2") == layers  # the name of jax.checkpoint's
