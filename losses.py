@@ -37,6 +37,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 LANES = 128  # the TPU's vector width: a block of the head should be a multiple of it
 LARGEST = float(np.finfo(np.float32).max)  # the largest number a loss can be given
+MOST_NATS = 80.0  # of a log-ratio; exp of 88 is infinite in float32, and times 0 NaN. Beyond it r stands still
 LOWEST = -1e30  # a logit of probability 0 that may still be multiplied by it
 
 PerToken = Float[Array, " T"]
@@ -380,7 +381,8 @@ def gspo(logprobs: PerToken, inputs: TokenInputs, segments: Segments) -> PerToke
     gap = lax.stop_gradient(logprobs - inputs.sampling_logprobs)
     over = partial(jax.ops.segment_sum, segment_ids=segments, num_segments=segments.shape[0])
     log_ratio = over(gap * masked) / jnp.maximum(over(masked), 1)
-    return _clipped_surrogate(jnp.exp(log_ratio[segments] + logprobs - lax.stop_gradient(logprobs)), inputs)
+    log_ratio = jnp.minimum(log_ratio, MOST_NATS)[segments]
+    return _clipped_surrogate(jnp.exp(log_ratio + logprobs - lax.stop_gradient(logprobs)), inputs)
 
 
 def stable_reinforce(logprobs: PerToken, inputs: TokenInputs, segments: Segments) -> PerToken:
@@ -398,7 +400,7 @@ def stable_reinforce(logprobs: PerToken, inputs: TokenInputs, segments: Segments
 
 
 def _ratio(logprobs: PerToken, inputs: TokenInputs) -> PerToken:
-    return jnp.exp(logprobs - inputs.sampling_logprobs)
+    return jnp.exp(jnp.minimum(logprobs - inputs.sampling_logprobs, MOST_NATS))
 
 
 def _clipped_surrogate(ratio: PerToken, inputs: TokenInputs) -> PerToken:
@@ -469,12 +471,39 @@ def loss_numbers(name: str, config: Mapping[str, float | int | str]) -> dict[str
             raise ValueError(f"loss_fn_config: got key {key!r}, allowed for {name}: {allowed}; remove the key")
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:  # NaN included
             raise ValueError(f"loss_fn_config[{key!r}]: got {value!r}, allowed: a finite float32 number")
+        if key in ("beta", "kl_coeff") and value < 0:
+            raise ValueError(f"loss_fn_config[{key!r}]: got {value!r}, allowed: 0 or more")
     numbers = {key: float(config.get(key, default)) for key, default in defaults.items()}
-    low, high = numbers.get("clip_low_threshold", -LARGEST), numbers.get("clip_high_threshold", LARGEST)
-    if low > high:
-        got = f"got clip_low_threshold {low:g} > clip_high_threshold {high:g}"
-        raise ValueError(f"loss_fn_config: {got}, allowed: low <= high; both bound the ratio itself, as 0.8 and 1.2 do")
+    _check_band(numbers, "loss_fn_config")
     return numbers
+
+
+def token_fields(
+    name: str, numbers: Mapping[str, float], inputs: Mapping[str, np.ndarray]
+) -> dict[str, float | np.ndarray]:
+    """Field of TokenInputs -> number or array a token: what loss `name` reads, the datum's own before the request's.
+
+    `numbers`: from loss_numbers. Raises ValueError for an input that no loss has, and where low > high.
+    """
+    loss, own = LOSSES[name], {}
+    for key, values in inputs.items():
+        if key not in FIELDS and key != "target_tokens":
+            allowed = ", ".join(["target_tokens", *FIELDS])
+            raise ValueError(f'loss_fn_inputs: got "{key:.64}", allowed: {allowed}; leave it out')
+        if key in (*loss.inputs, *loss.config):
+            own[key] = values
+    merged = {**numbers, **own}
+    _check_band(merged, "loss_fn_inputs")
+    return {FIELDS[key]: values for key, values in merged.items()}
+
+
+def _check_band(numbers: Mapping[str, float | np.ndarray], where: str) -> None:
+    band = numbers.get("clip_low_threshold", -LARGEST), numbers.get("clip_high_threshold", LARGEST)
+    low, high = np.broadcast_arrays(*map(np.atleast_1d, band))
+    if (wrong := np.flatnonzero(low > high)).size:
+        at = "" if where == "loss_fn_config" else f" at position {wrong[0]}"
+        got = f"got clip_low_threshold {low[wrong[0]]:g} > clip_high_threshold {high[wrong[0]]:g}{at}"
+        raise ValueError(f"{where}: {got}, allowed: low <= high; both bound the ratio itself, as 0.8 and 1.2 do")
 
 
 def token_losses(

@@ -54,7 +54,7 @@ from tinker import types
 import cache
 import wire
 from cache import TinkerPath
-from losses import LOSSES, loss_numbers
+from losses import LOSSES, loss_numbers, token_fields
 from model import ModelConfig, check_rank, load
 from sampler import EmbeddedEngine, Overloaded, SamplerConfig
 from trainer import Trainer, TrainerConfig
@@ -307,11 +307,11 @@ class Service:
             await in_thread(self.store.remove_snapshot, snapshot)
         session.snapshots.clear()
 
-    async def make_room(self) -> None:
-        """A new adapter needs a place: sessions that have been silent for long give up theirs."""
+    async def make_room(self, own: Session) -> None:
+        """A new adapter needs a place: other sessions that have been silent for long give up theirs."""
         if len(self.trainer.adapters) >= self.trainer.config.max_adapters:
             for session in list(self.sessions.values()):
-                if session.runs and time.monotonic() - session.last_seen > LOST_SESSION_S:
+                if session is not own and session.runs and time.monotonic() - session.last_seen > LOST_SESSION_S:
                     await self.end_session(session)
 
     # -- training
@@ -342,7 +342,7 @@ class Service:
         check_rank(lora.rank, self.model.config.max_rank)
         if lora.train_unembed:
             log.info("%s: train_unembed is accepted, but the unembedding is not trained", run.model_id)
-        await self.make_room()
+        await self.make_room(run.session)
         seed = lora.seed if lora.seed is not None else secrets.randbits(31)
         options = dict(rank=lora.rank, train_attn=lora.train_attn, train_mlp=lora.train_mlp, seed=seed)
         await self.on_device(self.trainer.create, run.model_id, **options)
@@ -384,7 +384,7 @@ class Service:
                 promise.fail(error)
             else:
                 taken.append((promise, request))
-                room -= sum(len(datum.tokens) for datum in request.data)
+                room -= sum(datum.inputs["target_tokens"].size for datum in request.data)
         kind = lambda each: (each[1].loss_fn, each[1].forward_only)
         return [list(group) for _, group in itertools.groupby(taken, kind)]
 
@@ -394,20 +394,28 @@ class Service:
         try:
             call = functools.partial(self.trainer.forward_backward, backward=not requests[0].forward_only)
             answers = await self.on_device(call, run.model_id, requests)
-            bodies = await in_thread(lambda: [wire.encode_forward_backward(*answer) for answer in answers])
-            for promise, body in zip(promises, bodies, strict=True):
-                promise.resolve(body)
         except Exception as error:
             if len(group) == 1:
                 return promises[0].fail(error)
             for each in group:
                 await self.share_tiles(run, [each])
+            return
+        for promise, answer in zip(promises, answers, strict=True):
+            try:
+                promise.resolve(await in_thread(wire.encode_forward_backward, *answer))
+            except Exception as error:  # not to be run again: its gradient has joined
+                promise.fail(error)
 
     def read_forward_backward(self, body: bytes) -> wire.ForwardBackward:
         request = wire.decode_forward_backward(body)
-        loss_numbers(request.loss_fn, request.loss_config)  # an unknown loss or number fails here, and alone
+        numbers = loss_numbers(request.loss_fn, request.loss_config)
         required, limit = ("target_tokens", *LOSSES[request.loss_fn].inputs), self.trainer.row_len
         wire.validate_forward_backward(request, required, vocab_size=self.model.vocab_size, max_tokens=limit)
+        for i, datum in enumerate(request.data):
+            try:
+                token_fields(request.loss_fn, numbers, datum.inputs)
+            except ValueError as error:
+                raise ValueError(f"data[{i}].{error}") from None
         return request
 
     @queued
@@ -441,7 +449,7 @@ class Service:
         self.check_base_model(request.base_model or meta["base_model"])
         check_optimizer(request.optimizer_config.type if request.optimizer_config else "adamw")
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
-        await self.make_room()
+        await self.make_room(run.session)
         await self.on_device(self.trainer.restore, run.model_id, tensors, meta, optimizer=request.optimizer)
         options = {key: meta[key] for key in ("rank", "train_attn", "train_mlp")}
         return await self.created(run, "load_weights", options) | {"path": request.path}

@@ -33,9 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from losses import FIELDS, LARGEST, LOSSES, TokenInputs, loss_numbers, score, token_losses
+from losses import LARGEST, LOSSES, TokenInputs, loss_numbers, score, token_fields, token_losses
 from model import ALPHA, Adapter, Model, check_rank
 
 log = logging.getLogger("trainer")
@@ -114,6 +114,8 @@ class Piece:
     targets: Int[np.ndarray, "n K"]
     weights: Float[np.ndarray, "n K"]
     inputs: Float32[np.ndarray, "7 n"]  # TokenInputs; their weights are the first column
+    asked: Bool[np.ndarray, " n"]  # tokens that a loss is asked of: not the prompt, where all that is given is 0
+    first: bool  # holds the datum's first column: counts for its tokens
     logprobs: Float32[np.ndarray, "n K"] = dataclasses.field(default_factory=lambda: np.empty((0, 0), np.float32))
     outputs: Float32[np.ndarray, "3 n"] = dataclasses.field(default_factory=lambda: np.empty((3, 0), np.float32))
 
@@ -124,25 +126,23 @@ def make_pieces(requests: Sequence[Request]) -> list[Piece]:
         numbers = loss_numbers(request.loss_fn, request.loss_config)
         for i, datum in enumerate(request.data):
             n = len(datum.tokens)
-            fields = {FIELDS[name]: value for name, value in (numbers | datum.inputs).items() if name in FIELDS}
+            fields = token_fields(request.loss_fn, numbers, datum.inputs)
             targets = datum.inputs["target_tokens"].reshape(n, -1)
             weights = np.reshape(fields.pop("weights", np.zeros(targets.shape, np.float32)), targets.shape)
+            given = (np.broadcast_to(fields.get(field, 0), n) != 0 for field in TokenInputs._fields[1:4])
+            asked = np.logical_or.reduce([*given, (weights != 0).any(1)])
             for first in range(0, targets.shape[1], TARGETS):
                 columns, inputs = slice(first, first + TARGETS), np.zeros((len(TokenInputs._fields), n), np.float32)
                 for field, value in {**fields, "weights": weights[:, first]}.items():
                     inputs[TokenInputs._fields.index(field)] = value
-                pieces.append(Piece(r, i, datum.tokens, targets[:, columns], weights[:, columns], inputs))
+                several = targets[:, columns], weights[:, columns]
+                pieces.append(Piece(r, i, datum.tokens, *several, inputs, asked, first == 0))
     return pieces
 
 
 def usable(inputs: Float[np.ndarray | Array, "7 *shape"]) -> Any:
     """Tokens whose numbers can be computed with; the others get weight and value zero, and are counted."""
     return (abs(inputs) <= LARGEST).all(0) & (TokenInputs(*inputs).sampling_logprobs > SENTINEL)
-
-
-def asked(inputs: Float[np.ndarray | Array, "7 *shape"], further: Any) -> Any:
-    """Tokens that a loss is asked of: not the prompt, of which weight, log-prob, advantage and mask are all 0."""
-    return (inputs[:4] != 0).any(0) | (further != 0).any(0)
 
 
 # ---- packing: pure, on the host
@@ -194,7 +194,7 @@ def _next_length(stock: Mapping[int, list[int]], have: int, mirror: int, space: 
 class Tile:
     """One [B, T] batch; places[i] = (row, start) of piece i."""
 
-    ints: Int32[np.ndarray, "4 B T"]  # tokens, positions, segment_ids (0 = padding), targets
+    ints: Int32[np.ndarray, "5 B T"]  # tokens, positions, segment_ids (0 = padding), targets, whether a loss is asked
     floats: Float32[np.ndarray, "7 B T"]  # TokenInputs
     further: tuple[Int32[np.ndarray, "K B T"], Float32[np.ndarray, "K B T"]] | None  # the other targets and weights
     planes: int  # targets a position, at most
@@ -210,13 +210,13 @@ def make_tiles(pieces: Sequence[Piece], *, rows: int, row_len: int, alone: bool 
         planes = max(pieces[i].targets.shape[1] for row in members for i in row)
         zeros = lambda n, dtype: np.zeros((n, rows, row_len), dtype)
         further = (zeros(TARGETS - 1, np.int32), zeros(TARGETS - 1, np.float32)) if planes > 1 else None
-        tile = Tile(zeros(4, np.int32), zeros(len(TokenInputs._fields), np.float32), further, planes, {})
+        tile = Tile(zeros(5, np.int32), zeros(len(TokenInputs._fields), np.float32), further, planes, {})
         for row, indices in enumerate(members):
             start = 0
             for segment, i in enumerate(indices, 1):
                 piece, n = pieces[i], lengths[i]
                 here = np.s_[:, row, start : start + n]
-                tile.ints[here] = piece.tokens, np.arange(n), np.full(n, segment), piece.targets[:, 0]
+                tile.ints[here] = piece.tokens, np.arange(n), np.full(n, segment), piece.targets[:, 0], piece.asked
                 tile.floats[here] = piece.inputs
                 if further is not None and piece.targets.shape[1] > 1:
                     for planes_of, values in zip(further, (piece.targets, piece.weights), strict=True):
@@ -229,13 +229,16 @@ def make_tiles(pieces: Sequence[Piece], *, rows: int, row_len: int, alone: bool 
 
 def request_metrics(request: Request, pieces: Sequence[Piece], *, backward: bool) -> dict[str, float]:
     """What a request is told of its own tokens, in float64."""
+    loss_sum = sum(float(piece.outputs[1].sum(dtype=np.float64)) for piece in pieces)
+    pieces = [piece for piece in pieces if piece.first]
     joined = lambda part: np.concatenate([part(piece) for piece in pieces], axis=-1)
     inputs, outputs = joined(lambda p: p.inputs).astype(np.float64), joined(lambda p: p.outputs).astype(np.float64)
-    scored = joined(lambda p: asked(p.inputs, p.weights.T)) if backward else np.ones(inputs.shape[1], bool)
-    (logprobs, losses, entropy), good, loss = outputs, usable(inputs), LOSSES[request.loss_fn]
+    asked = joined(lambda p: p.asked)
+    scored = asked if backward else np.ones_like(asked)
+    (logprobs, _, entropy), good, loss = outputs, usable(inputs), LOSSES[request.loss_fn]
     metrics = {
-        "loss:sum": float(losses.sum()),
-        "tokens:sum": float(len(losses)),
+        "loss:sum": loss_sum,
+        "tokens:sum": float(inputs.shape[1]),
         "scored_tokens:sum": float(scored.sum()),
         "unusable_tokens:sum": float((~good).sum()),
     }
@@ -244,7 +247,7 @@ def request_metrics(request: Request, pieces: Sequence[Piece], *, backward: bool
     if request.loss_fn == "stable_reinforce":
         metrics["stable_reinforce_is_not_tinkers:max"] = 1.0  # the formula of Tinker's is not public
     of = TokenInputs(*inputs)
-    sampled = good & scored & ((of.sampling_logprobs != 0) | (of.advantages != 0))
+    sampled = good & asked & ((of.sampling_logprobs != 0) | (of.advantages != 0))
     if "logprobs" in loss.inputs and sampled.any():
         gap = of.sampling_logprobs[sampled] - logprobs[sampled]
         metrics |= {"kl_sample_train:mean": float(gap.mean()), "max_logprob_gap:max": float(abs(gap).max())}
@@ -273,25 +276,25 @@ def tile_loss(
 
     Each device scores its own rows; the head stays where it is, sharded by its vocabulary, and logits never exist.
     """
-    tokens, positions, segment_ids, _ = ints
+    tokens, positions, segment_ids, *_ = ints
     hidden = model.hidden(base, model.scaled(adapter, scale), tokens, positions, segment_ids)
     sharded = model.vocab_size % model.fsdp == 0
 
     def local(hidden, head, ints, floats, further, planes, loss):
         shape = hidden.shape[:2]
         flat = lambda x: x.reshape(*x.shape[:-2], -1)
-        (_, _, segment_ids, target), floats, (targets, weights) = flat(ints), flat(floats), map(flat, further)
+        (_, _, segment_ids, target, asked), floats, (targets, weights) = flat(ints), flat(floats), map(flat, further)
         rows = jnp.repeat(jnp.arange(shape[0]) * shape[1], shape[1])
-        inside, good = segment_ids > 0, usable(floats)
-        scored = inside if everything else inside & asked(floats, weights)
+        live = asked > 0
+        scored = segment_ids > 0 if everything else live
         targets = jnp.concatenate([target[None], targets])
         axis = "fsdp" if sharded else None
         scores = score(hidden.reshape(-1, hidden.shape[-1]), head, targets, scored, planes, axis=axis)
         first, *_ = scores.logprobs
         # The first segment of a row is 1 and a row has as many as tokens at most: a number below B * T for each.
         segments = rows + jnp.maximum(segment_ids - 1, 0)
-        losses = token_losses(loss, first, TokenInputs(*floats), scored & good, segments)
-        losses -= (weights * scores.logprobs[1:]).sum(0)  # cross_entropy alone has these
+        losses = token_losses(loss, first, TokenInputs(*floats), live & usable(floats), segments)
+        losses -= (weights * scores.logprobs[1:]).sum(0)  # cross_entropy alone has these; 0 where not asked
         unflat = lambda x: x.reshape(*x.shape[:-1], *shape)
         return unflat(jnp.stack([first, losses, scores.entropy])), unflat(scores.logprobs[1:])
 
@@ -314,7 +317,7 @@ def forward_program(model: Model, base, head, adapter, *args):
 
 
 def commit_program(gradients: Adapter, new: Adapter) -> tuple[Adapter, Adapter]:
-    """(their sum, zeros in the place of `new`). Both are donated."""
+    """(their sum, zeros in the place of `new`, which is donated)."""
     return jax.tree.map(jnp.add, gradients, new), jax.tree.map(jnp.zeros_like, new)
 
 
@@ -364,7 +367,7 @@ class Trainer:
         bound = lambda program: functools.partial(program, model)
         self._gradient = jax.jit(bound(gradient_program), donate_argnums=3, out_shardings=(whole, (whole, planes_of)))
         self._forward = jax.jit(bound(forward_program), out_shardings=(whole, planes_of))
-        self._commit = jax.jit(commit_program, donate_argnums=(0, 1), out_shardings=whole)
+        self._commit = jax.jit(commit_program, donate_argnums=1, out_shardings=whole)  # a failure costs no adapter
         self._adamw = jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=whole)
         self._new: Adapter | None = None  # the gradients of the call that runs, zero between calls; None: to be made
         self._parameters = model.parameters  # counting them walks the whole tree
@@ -436,12 +439,11 @@ class Trainer:
         pieces = make_pieces(requests)
         tiles = make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
         _patiently(functools.partial(self._run, state, tiles, pieces, loss_fn, backward), self._free)
-        if backward:
-            state.gradients, self._new = self._commit(state.gradients, self._new)
-            state.accumulated += len(requests)
-        elapsed, tokens = time.perf_counter() - started, sum(len(piece.tokens) for piece in pieces)
+        new, self._new = self._new, None  # until it has joined, nobody may add to it
+        filled, elapsed = sum(len(piece.tokens) for piece in pieces), time.perf_counter() - started
+        tokens = sum(len(piece.tokens) for piece in pieces if piece.first)
         shared = {
-            "tile_fill:mean": tokens / (len(tiles) * self.rows * self.row_len),
+            "tile_fill:mean": filled / (len(tiles) * self.rows * self.row_len),
             "tokens_per_s:mean": tokens / elapsed,
             "tflops_per_s:mean": float(self._flops(pieces, backward)) / elapsed / 1e12,
         }
@@ -450,9 +452,13 @@ class Trainer:
         answers = []
         for r, request in enumerate(requests):
             mine = [piece for piece in pieces if piece.request == r]
-            metrics = request_metrics(request, mine, backward=backward)
-            share = metrics["tokens:sum"] / tokens
-            answers.append((_by_datum(request, mine), metrics | shared | {"tiles:sum": len(tiles) * share}))
+            share = len(tiles) * sum(len(piece.tokens) for piece in mine) / filled
+            metrics = request_metrics(request, mine, backward=backward) | shared | {"tiles:sum": share}
+            answers.append((_by_datum(request, mine), metrics))
+        if backward:  # the last thing that can fail
+            state.gradients, new = self._commit(state.gradients, new)
+            state.accumulated += len(requests)
+        self._new = new
         return answers
 
     def _run(self, state: AdapterState, tiles: list[Tile], pieces: list[Piece], loss_fn: str, backward: bool) -> None:
@@ -494,7 +500,7 @@ class Trainer:
         config, times = self.model.hf_config, 2 if backward else 1
         lengths = np.array([len(piece.tokens) for piece in pieces], np.float64)
         heads = config["num_attention_heads"] * config["head_dim"] * config["num_hidden_layers"]
-        scored = sum(asked(p.inputs, p.weights.T).sum() if backward else len(p.tokens) for p in pieces)
+        scored = sum(piece.asked.sum() if backward else len(piece.tokens) for piece in pieces)
         matrices = 2 * lengths.sum() * self._parameters
         return times * (matrices + 2 * scored * self.model.head.size) + (2 * times - 1) * 2 * heads * (lengths**2).sum()
 

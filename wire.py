@@ -44,6 +44,7 @@ DTYPES: dict[int, np.dtype] = {
 STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 REDUCTIONS = frozenset({"mean", "sum", "min", "max", "slack", "hash2", "unique"})  # how the SDK joins chunks
 MAX_SPARSE_CELLS = 2**26  # dense cells that the CSR tensors of one request may declare: 512 MiB of int64
+MAX_TARGETS = 1024  # a position of a datum may have: the trainer runs a datum once for every 32 of them
 MAX_SAMPLES = 1024
 MAX_TOPK = 32
 INT32_MAX = 2**31 - 1
@@ -254,6 +255,9 @@ def validate_forward_backward(
             raise ValueError(f"{field}.loss_fn_inputs: got {got}, {request.loss_fn} also needs {sorted(missing)}")
         targets = datum.inputs["target_tokens"].shape
         several = len(targets) == 2 and request.loss_fn == "cross_entropy"  # soft targets: K a position
+        if several and targets[1] > MAX_TARGETS:
+            name = _input(field, "target_tokens")
+            raise ValueError(f"{name}: got {targets[1]} targets a position, allowed {MAX_TARGETS}: keep the likeliest")
         for name, values in sorted(datum.inputs.items(), key=lambda item: item[0] != "target_tokens"):
             wide = several and name in ("target_tokens", "weights")
             _check_input(_input(field, name), name, values, (length, targets[1]) if wide else (length,), vocab_size)

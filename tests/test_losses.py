@@ -342,6 +342,13 @@ def test_ppo_by_hand_in_the_band_and_in_all_four_corners():
     np.testing.assert_allclose(gradient, [-1.1, 0.0, 2.0, -0.5, 0.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce"])
+def test_a_ratio_beyond_float32_has_a_finite_value_and_no_gradient_but_the_clipped_one(name):
+    losses, gradient = evaluate(name, *sampled([9000.0], [1.0]))
+    assert np.isfinite(losses).all() and np.isfinite(gradient).all()
+    assert not evaluate(name, *sampled([9000.0], [0.0]))[1].any()
+
+
 def test_ppo_on_the_very_edge_of_its_band_keeps_the_whole_gradient():
     losses, gradient = evaluate("ppo", *sampled([0.0, 0.0], [1.0, -1.0]), clip_low_threshold=1, clip_high_threshold=1)
     np.testing.assert_array_equal(losses, [-1.0, 1.0])
@@ -563,6 +570,7 @@ def test_loss_numbers_fills_in_the_defaults_of_its_loss():
         ("dro", {"bta": 0.1}, "loss_fn_config: got key 'bta', allowed for dro: beta"),
         ("cross_entropy", {"beta": 0.1}, "loss_fn_config: got key 'beta', allowed for cross_entropy: none"),
         ("dro", {"beta": "soft"}, r"loss_fn_config\['beta'\]: got 'soft', allowed: a finite float32 number"),
+        ("dro", {"beta": -1}, r"loss_fn_config\['beta'\]: got -1, allowed: 0 or more"),
         ("dro", {"beta": True}, r"loss_fn_config\['beta'\]: got True"),
         ("dro", {"beta": float("nan")}, r"loss_fn_config\['beta'\]: got nan"),
         ("dro", {"beta": float("-inf")}, r"loss_fn_config\['beta'\]: got -inf"),
@@ -573,3 +581,16 @@ def test_loss_numbers_fills_in_the_defaults_of_its_loss():
 def test_loss_numbers_says_what_it_got_and_what_it_accepts(name, config, message):
     with pytest.raises(ValueError, match=message):
         loss_numbers(name, config)
+
+
+def test_token_fields_takes_what_the_loss_reads_and_the_datums_own_first():
+    inputs = {"target_tokens": np.zeros(2), "weights": np.ones(2), "advantages": np.ones(2), "logprobs": np.ones(2)}
+    given = inputs | {"clip_high_threshold": np.array([2.0, 3.0])}
+    assert set(losses.token_fields("cross_entropy", {}, given)) == {"weights"}
+    fields = losses.token_fields("ppo", loss_numbers("ppo", {}), given)
+    assert fields["clip_low"] == 0.8 and fields["clip_high"].tolist() == [2, 3] and "weights" not in fields
+    with pytest.raises(ValueError, match='loss_fn_inputs: got "clip_hihg", allowed: target_tokens, weights'):
+        losses.token_fields("ppo", {}, given | {"clip_hihg": np.ones(2)})
+    low = {"clip_low_threshold": np.array([0.5, 2.5])}
+    with pytest.raises(ValueError, match="got clip_low_threshold 2.5 > clip_high_threshold 1.2 at position 1"):
+        losses.token_fields("ppo", loss_numbers("ppo", {}), inputs | low)

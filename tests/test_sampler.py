@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -42,7 +43,9 @@ def score(trainer: Trainer, model_id: str, tokens: np.ndarray) -> np.ndarray:
     """Teacher-forced by the trainer: the log-prob of every token but the first."""
     inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
     data = [Datum(tokens[:-1].astype(np.int32), inputs)]
-    return trainer.forward_backward(model_id, data, "cross_entropy", {}, backward=False)[0][0]
+    return trainer.forward_backward(
+        model_id, [SimpleNamespace(data=data, loss_fn="cross_entropy", loss_config={})], backward=False
+    )[0][0][0]
 
 
 def train(trainer: Trainer, model_id: str, steps: int = 2) -> None:
@@ -50,7 +53,9 @@ def train(trainer: Trainer, model_id: str, steps: int = 2) -> None:
         tokens = rng.integers(0, 264, 41)
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(40, np.float32)}
         data = [Datum(tokens[:-1].astype(np.int32), inputs)]
-        trainer.forward_backward(model_id, data, "cross_entropy", {}, backward=True)
+        trainer.forward_backward(
+            model_id, [SimpleNamespace(data=data, loss_fn="cross_entropy", loss_config={})], backward=True
+        )
         trainer.optim_step(model_id, STEP)
 
 

@@ -131,7 +131,7 @@ def test_tiles_hold_each_datum_where_they_say_with_its_own_positions(lengths, ro
     for tile in tiles:
         for i, (row, start) in tile.places.items():
             here = np.s_[row, start : start + lengths[i]]
-            tokens, positions, segments, targets = (plane[here] for plane in tile.ints)
+            tokens, positions, segments, targets, _ = (plane[here] for plane in tile.ints)
             assert np.array_equal(tokens, data[i].tokens) and np.array_equal(targets, data[i].inputs["target_tokens"])
             assert np.array_equal(positions, np.arange(lengths[i])) and len(set(segments)) == 1 and segments[0] > 0
             assert (tile.ints[2, row] == segments[0]).sum() == lengths[i]  # nobody else in the row has its segment
@@ -255,6 +255,50 @@ def test_soft_targets_equal_the_sum_over_their_columns(trainer, adapter, sharded
     gradients = [jax.device_get(trainer.adapters[name].gradients) for name in (whole, apart)]
     for path, gradient in gradients[0].items():
         np.testing.assert_allclose(gradient, gradients[1][path], atol=1e-5 * np.abs(gradient).max() + 1e-9)
+
+
+def test_more_targets_than_a_tile_takes_count_their_tokens_once(trainer, adapter):
+    d = soft(1, 20, 70)
+    d.inputs["weights"][:, 1:] = 0
+    logprobs, metrics = fb(trainer, adapter("a"), [d])
+    asked = (d.inputs["weights"] != 0).any(1)
+    assert (metrics["tokens:sum"], metrics["scored_tokens:sum"]) == (20, asked.sum())
+    assert (logprobs[0][asked] < 0).all() and not logprobs[0][~asked].any()  # all 70, weighted or not
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+def test_forward_and_forward_backward_agree_on_the_loss_of_a_datum_with_a_prompt(trainer, adapter, loss):
+    name, d = adapter("a"), datum(1, 20, loss)
+    for field in set(d.inputs) - {"target_tokens"}:
+        d.inputs[field][:12] = 0
+    config = {"kl_coeff": 0.05} if loss == "stable_reinforce" else {}
+    losses = [fb(trainer, name, [d], loss, config, backward=backward)[1]["loss:sum"] for backward in (True, False)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_inputs_of_other_losses_are_not_read(trainer, adapter):
+    name, d = adapter("a"), datum(1, 20)
+    _, expected = fb(trainer, name, [d])
+    d.inputs |= {"logprobs": np.full(20, -np.inf, np.float32), "advantages": np.full(20, np.nan, np.float32)}
+    _, metrics = fb(trainer, name, [d])
+    assert timeless((0, metrics, 0)) == timeless((0, expected, 0))
+
+
+@pytest.mark.parametrize("point", ["_commit", "_flops", "_by_datum", "request_metrics"])
+def test_whatever_fails_the_gradients_are_those_of_before(trainer, adapter, monkeypatch, point):
+    sick, well, other = adapter("sick", seed=1), adapter("well", seed=1), adapter("other", seed=2)
+    for name in (sick, well):
+        fb(trainer, name, [datum(1)])
+    with monkeypatch.context() as patch:
+        place = trainer if hasattr(trainer, point) else "trainer"
+        broken = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("broken"))
+        patch.setattr(place, point, broken) if place is trainer else patch.setattr(f"trainer.{point}", broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            fb(trainer, sick, [datum(2)])
+    for name in (sick, well):
+        fb(trainer, name, [datum(3)])
+    fb(trainer, other, [datum(4)])
+    assert same(bits(trainer, sick), bits(trainer, well))
 
 
 def test_prompts_cost_no_head_and_change_nothing_else(trainer, adapter):
@@ -598,8 +642,9 @@ def test_two_hundred_calls_of_any_kind_compile_nothing_and_leave_no_array(traine
 def test_gradients_and_weights_are_donated(trainer, adapter):
     name = adapter("a")
     state = trainer.adapters[name]
-    old = list(state.gradients.values())
-    fb(trainer, name, [datum(1)], "cross_entropy", {}, backward=True)
+    fb(trainer, name, [datum(1)])
+    old = list(trainer._new.values())
+    fb(trainer, name, [datum(1)])
     assert all(array.is_deleted() for array in old)
     weights = list(state.weights.values())
     trainer.optim_step(name, STEP)
