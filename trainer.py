@@ -21,6 +21,7 @@ Run: `uv run server.py` drives it.    Read first: losses.py, then `Trainer.forwa
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
 import math
 import time
@@ -450,8 +451,8 @@ class Trainer:
         if (peak := PEAK_FLOPS.get(jax.devices()[0].device_kind)) is not None:
             shared["mfu:mean"] = shared["tflops_per_s:mean"] * 1e12 / peak / self.model.mesh.size
         answers = []
-        for r, request in enumerate(requests):
-            mine = [piece for piece in pieces if piece.request == r]
+        for r, group in itertools.groupby(pieces, key=lambda piece: piece.request):
+            request, mine = requests[r], list(group)
             share = len(tiles) * sum(len(piece.tokens) for piece in mine) / filled
             metrics = request_metrics(request, mine, backward=backward) | shared | {"tiles:sum": share}
             answers.append((_by_datum(request, mine), metrics))

@@ -29,11 +29,7 @@ Run: `uv run bench/logprobs.py`
 """
 
 import dataclasses
-import importlib.metadata
-import json
 import logging
-import os
-import platform
 import sys
 import time
 import types
@@ -50,6 +46,7 @@ from flax import nnx
 from jax import lax
 from maxtext.common.common_types import ShardMode
 from maxtext.utils.vocabulary_tiling import vocab_tiling_nnx_loss
+from report import finish
 from tokamax import linear_softmax_cross_entropy_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -290,13 +287,6 @@ def in_float64(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[
 # ---- the report
 
 
-def rounded(record):
-    """Four digits say all there is to say."""
-    if isinstance(record, dict):
-        return {key: rounded(value) for key, value in record.items()}
-    return float(f"{record:.4g}") if isinstance(record, float) else record
-
-
 def table(title: str, columns: dict[str, dict[str, float]], form: str) -> None:
     """One row a form; a column is {form: number}, and a form may lack it."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
@@ -318,15 +308,7 @@ def main(config: Config) -> None:
     if config.accuracy:
         record["errors"] = accuracy(goals)
     print()
-    for goal, met in goals.items():
-        print(f"{'pass' if met else 'MISS'}  {goal}")
-    record |= {
-        "missed": [goal for goal, met in goals.items() if not met],
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "optax", "maxtext", "tokamax", "numpy")},
-    }
-    print(json.dumps(rounded(record)))
+    finish(record, goals, ("jax", "optax", "maxtext", "tokamax", "numpy"))
 
 
 if __name__ == "__main__":

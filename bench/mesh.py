@@ -33,10 +33,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import dataclasses
-import importlib.metadata
-import json
 import math
-import platform
 import re
 import sys
 from collections import Counter
@@ -49,6 +46,7 @@ import jax.numpy as jnp
 import tyro
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from report import finish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from losses import score
@@ -259,17 +257,7 @@ def main(config: Config) -> None:
         "ours: no axis of the vocabulary in a loop's collectives": not mine["vocabulary_in_loop"],
     }
     print()
-    for goal, met in goals.items():
-        print(f"{'pass' if met else 'MISS'}  {goal}")
-    record = {
-        "bench": "mesh",
-        **dataclasses.asdict(config),
-        "forms": forms,
-        "missed": [goal for goal, met in goals.items() if not met],
-        "python": platform.python_version(),
-        "jax": importlib.metadata.version("jax"),
-    }
-    print(json.dumps(record))
+    finish({"bench": "mesh", **dataclasses.asdict(config), "forms": forms}, goals, ("jax",))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,6 @@ Run: `uv run bench/packing.py`
 
 import bisect
 import dataclasses
-import importlib.metadata
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from report import finish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trainer import pack
@@ -164,15 +161,7 @@ def main(config: Config) -> None:
         record[distribution] = {"rows": first.rows, "bound": first.bound, "worst": round(worst, 4), "ms": round(ms, 2)}
         goals[f"{distribution}: rows <= {config.most_rows} x bound"] = worst <= config.most_rows
         goals[f"{distribution}: < {config.most_ms:g} ms"] = ms < config.most_ms
-    for goal, met in goals.items():
-        print(f"{'pass' if met else 'MISS'}  {goal}")
-    record |= {
-        "missed": [goal for goal, met in goals.items() if not met],
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": importlib.metadata.version("numpy"),
-    }
-    print(json.dumps(record))
+    finish(record, goals, ("numpy",))
 
 
 if __name__ == "__main__":

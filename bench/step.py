@@ -23,11 +23,9 @@ Run: `uv run bench/step.py`, or with --devices 4 on as many virtual devices
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import os
-import platform
 import re
 import signal
 import statistics
@@ -44,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 import tinker
 import tyro
+from report import finish
 from safetensors.numpy import save_file
 from tinker import types
 
@@ -350,12 +349,6 @@ def as_record(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
     return {name: dataclasses.asdict(each) for name, each in costs.items()}
 
 
-def rounded(record):
-    if isinstance(record, dict):
-        return {key: rounded(value) for key, value in record.items()}
-    return float(f"{record:.4g}") if isinstance(record, float) else record
-
-
 def main(config: Config) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={config.devices}"
@@ -371,15 +364,7 @@ def main(config: Config) -> None:
             record["latency"] = latency(config, folder, goals)
         if config.prompt:
             record["prompt"] = prompt(config, goals)
-    for goal, met in goals.items():
-        print(f"{'pass' if met else 'MISS'}  {goal}")
-    record |= {
-        "missed": [goal for goal, met in goals.items() if not met],
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "maxtext", "tinker", "uvicorn", "starlette")},
-    }
-    print(json.dumps(rounded(record)))
+    finish(record, goals, ("jax", "maxtext", "tinker", "uvicorn", "starlette"))
 
 
 if __name__ == "__main__":
