@@ -47,9 +47,7 @@ class SamplerConfig:
     slots: int = 16  # sequences decoded together; every slot is computed at every step
     context: int = 512  # tokens the KV cache of a slot holds; prompt and reply may have one more
     chunk: int = 64  # prompt tokens read at a time
-    adapters: int = (
-        16  # adapters kept on the device, least recently used out first; any other is read again from its folder
-    )
+    adapters: int = 16  # adapters kept on the device, least recently used out first; others are read again
     max_queue: int = 20_000  # waiting requests beyond which a client is told to come back later
 
 
@@ -110,17 +108,18 @@ class CachedAttention(nnx.Module):
         self.key, self.value = nnx.Cache(jnp.zeros(shape, op.dtype)), nnx.Cache(jnp.zeros(shape, op.dtype))
 
     def __call__(self, query, key, value, segment_ids, positions, *_, **__):  # [1, t, heads, head_dim]
-        self.key[...] = keys = (
-            self.key[...].at[0, :, positions[0]].set(key[0], mode="drop")
-        )  # a position past the end: padding
-        self.value[...] = values = self.value[...].at[0, :, positions[0]].set(value[0], mode="drop")
-        grouped = query.reshape(
-            *query.shape[:2], keys.shape[1], -1, query.shape[-1]
-        )  # [1, t, kv, query heads of each, head_dim]
-        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-        visible = jnp.arange(keys.shape[2]) <= positions[:, None, None, :, None]
+        at = np.s_[0, :, positions[0]]  # a position past the end is padding: dropped
+        self.key[...] = keys = self.key[...].at[at].set(key[0], mode="drop")
+        self.value[...] = values = self.value[...].at[at].set(value[0], mode="drop")
+        # [1, kv, query heads of each x t, head_dim]: the order in which neither product transposes the cache
+        t, groups = query.shape[1], query.shape[2] // keys.shape[1]
+        queries = query.reshape(1, t, -1, groups, query.shape[-1]).transpose(0, 2, 3, 1, 4)
+        queries = queries.reshape(1, keys.shape[1], groups * t, -1)
+        scores = jnp.einsum("bkqd,bksd->bkqs", queries, keys, preferred_element_type=jnp.float32)
+        visible = jnp.arange(keys.shape[2]) <= jnp.tile(positions[0], groups)[:, None]
         weights = jax.nn.softmax(jnp.where(visible, scores, -1e30)).astype(values.dtype)
-        return jnp.einsum("bkgts,bksd->btkgd", weights, values).reshape(query.shape)
+        mixed = jnp.einsum("bkqs,bksd->bkqd", weights, values).reshape(1, -1, groups, t, query.shape[-1])
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 def with_cache(model: Model, context: int) -> tuple[nnx.GraphDef, nnx.State]:
@@ -191,17 +190,12 @@ def programs(model: Model, graph: nnx.GraphDef):
         logprobs = jax.nn.log_softmax(logits)
         warm = logits / jnp.where(temperature > 0, temperature, 1)[:, None]
         truncated = lambda: jax.vmap(truncate)(warm, top_k, top_p)
-        warm = jax.lax.cond(
-            jnp.any((top_k > 0) | (top_p < 1)), truncated, lambda: warm
-        )  # sorting is dear: not when nobody asks
+        asked = jnp.any((top_k > 0) | (top_p < 1))  # sorting is dear: not when nobody asks
+        warm = jax.lax.cond(asked, truncated, lambda: warm)
         keys = jax.vmap(lambda s, p: jax.random.fold_in(jax.random.key(s), p))(seed, position)
         token = jnp.where(temperature > 0, jax.vmap(jax.random.categorical)(keys, warm), jnp.argmax(logits, -1))
-        return (
-            (rows, slots[1]),
-            token,
-            jnp.take_along_axis(logprobs, token[:, None], -1)[:, 0],
-            top_logprobs(wanted, logprobs),
-        )
+        chosen = jnp.take_along_axis(logprobs, token[:, None], -1)[:, 0]
+        return (rows, adapters), token, chosen, top_logprobs(wanted, logprobs)
 
     return prefill, insert, decode
 
@@ -244,8 +238,7 @@ class EmbeddedEngine:
         self.model, self.config = model, config
         self.tokenizer, self.eos = load_tokenizer(model.directory), eos_tokens(model.directory)
         replicated = model.sharding()
-        # A sharded base would be gathered at every decoded token: on more than one device the engine has a copy of its
-        # own.
+        # A sharded base would be gathered at every decoded token: on several devices the engine has its own copy.
         self.base, self.head = jax.device_put((model.base, model.head), replicated)
         graph, blank = with_cache(model, config.context)
         self.blank = jax.device_put(blank, replicated)
@@ -283,9 +276,7 @@ class EmbeddedEngine:
         assert max(request.topk_prompt_logprobs, request.topk_sample_logprobs) <= MAX_TOPK
         if self.inbox.qsize() + len(self.waiting) >= self.config.max_queue:
             raise Overloaded(f"{self.config.max_queue} requests are waiting")
-        seeds = np.random.SeedSequence(params.seed).generate_state(
-            request.num_samples
-        )  # None: from the system's entropy
+        seeds = np.random.SeedSequence(params.seed).generate_state(request.num_samples)  # None: the system's entropy
         stop = frozenset(params.stop_tokens) | (self.eos if params.stop_at_eos else frozenset())
         job = Job(request, folder, seeds, stop, max_tokens, Future())
         self.inbox.put(job)
@@ -302,10 +293,8 @@ class EmbeddedEngine:
         while not self.closing:
             try:
                 self.step()
-            except (
-                Exception
-            ) as error:  # fail what is in flight; the donated state may be gone, so start from a blank one
-                log.exception("sampling failed")
+            except Exception as error:
+                log.exception("sampling failed")  # the donated state may be gone: start from a blank one
                 for job in {s.job for s in self.slots if s} | set(self.waiting):
                     self._finish(job, error)
                 self.waiting.clear()
@@ -359,12 +348,8 @@ class EmbeddedEngine:
         """Cache every prompt token but the last: decoding begins by feeding that one, so sampling happens in one
         place.
         """
-        prompt, chunk, row, request = (
-            np.asarray(job.request.prompt, np.int32),
-            self.config.chunk,
-            self.blank,
-            job.request,
-        )
+        request, chunk, row = job.request, self.config.chunk, self.blank
+        prompt = np.asarray(request.prompt, np.int32)
         wanted = 2 if request.topk_prompt_logprobs else int(request.prompt_logprobs)
         for start in range(0, len(prompt) - 1, chunk):
             n = min(chunk, len(prompt) - 1 - start)
@@ -406,9 +391,8 @@ class EmbeddedEngine:
         if sample.tokens[-1] in job.stop:
             return "stop"
         if strings := job.request.params.stop_strings:
-            window = (
-                max(len(s.encode()) for s in strings) + 4
-            )  # a token is a byte at least; 4 more: a cut character decodes badly
+            # a token is a byte at least; 4 more, for a cut character decodes badly
+            window = max(len(s.encode()) for s in strings) + 4
             text = self.tokenizer.decode(sample.tokens[-window:], skip_special_tokens=False)
             if any(s in text for s in strings):
                 return "stop"
