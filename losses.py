@@ -58,7 +58,7 @@ def target_logprobs(
     targets: Int[Array, " T"],
     *,
     tile: int = 512,
-    block: int = 2048,
+    block: int = 1280,
 ) -> Float32[Array, " T"]:
     """log p(targets[i] | hidden[i]): `score` at its plainest, one target a token, every token live, one device."""
     return score(hidden, head, targets[None], tile=tile, block=block).logprobs[0]
@@ -73,7 +73,7 @@ def score(
     *,
     axis: str | None = None,
     tile: int = 512,
-    block: int = 2048,
+    block: int = 1280,
 ) -> Scores:
     """log p(targets[k, i] | hidden[i]) under the logits z_i = head @ hidden[i], differentiable in `hidden` alone.
 
@@ -107,8 +107,8 @@ def score(
     order = jnp.argsort(~live)  # stable
     count = -(-live.sum() // size)
     walk = _Walk(
-        order=jnp.pad(order, (0, -tokens % size), constant_values=tokens).reshape(-1, size),
-        place=jnp.argsort(order),
+        # Padding gets numbers of its own past the end: reads are clipped, writes dropped, and no two are the same.
+        order=jnp.concatenate([order, jnp.arange(tokens, tokens + -tokens % size)]).reshape(-1, size),
         count=lax.pmax(count, axis) if axis else count,  # the collectives of a tile want every device
         planes=jnp.asarray(targets.shape[0] if planes is None else planes),
     )
@@ -120,8 +120,7 @@ def score(
 class _Walk(NamedTuple):
     """Which tokens make up which tile."""
 
-    order: Int[Array, "n size"]  # tokens in the order they are scored, padded with T
-    place: Int[Array, " T"]  # its inverse: where in that order a token stands
+    order: Int[Array, "n size"]  # tokens in the order they are scored, padded with T, T + 1, ...
     count: Int[Array, ""]  # tiles with a live token
     planes: Int[Array, ""]  # targets in use
 
@@ -140,7 +139,7 @@ def _forward(hidden: Array, head: Array, targets: Array, walk: _Walk, axis: str 
 def _backward(axis: str | None, block: int, kept, cotangents):
     """dh = sum_k cotangent_k (head[target_k] - p @ head): u once for all k, and what further targets differ by."""
     (u, head, targets, walk), (cotangent, _) = kept, cotangents
-    gradient = (cotangent.sum(0)[:, None] * u[walk.place]).astype(u.dtype)  # [T, D]
+    gradient = (cotangent.sum(0)[:, None] * u).astype(u.dtype)  # [T, D]
 
     def visit(i, gradient):
         here, rows = walk.order[i], partial(_rows, head, axis=axis)
@@ -149,11 +148,12 @@ def _backward(axis: str | None, block: int, kept, cotangents):
         first = rows(target[0])
         add = lambda k, total: total + weight[k][:, None] * (rows(target[k]) - first)
         further = _scatter(lax.fori_loop(1, walk.planes, add, jnp.zeros_like(first)), axis)
-        of_u = mine.sum(0)[:, None] * lax.dynamic_slice_in_dim(u, i * len(here), len(here))
-        return gradient.at[here].set((of_u + further).astype(u.dtype), mode="drop")
+        of_u = mine.sum(0)[:, None] * u.at[here].get(mode="clip")
+        return gradient.at[here].set((of_u + further).astype(u.dtype), mode="drop", unique_indices=True)
 
     if targets.shape[0] > 1:
-        gradient = lax.fori_loop(0, jnp.where(walk.planes > 1, walk.count, 0), visit, gradient)
+        with jax.named_scope("further"):
+            gradient = lax.fori_loop(0, jnp.where(walk.planes > 1, walk.count, 0), visit, gradient)
     return gradient, None, None, None
 
 
@@ -163,20 +163,22 @@ _score.defvjp(_forward, _backward)
 def _visit_tiles(
     hidden: Array, head: Array, targets: Array, walk: _Walk, axis: str | None, block: int, *, with_u: bool
 ):
-    """((logprobs [K, T], entropy [T]), u [n * size, D] in the order of the walk, if asked for)."""
-    tiles, size = walk.order.shape
+    """((logprobs [K, T], entropy [T]), u [T, D] if asked for); 0 for what no tile has."""
 
     def visit(i, carry):
-        tokens, of = hidden.at[walk.order[i]].get(mode="clip"), targets.at[:, walk.order[i]].get(mode="clip")
+        here, (logprobs, entropy, u) = walk.order[i], carry
+        tokens, of = hidden.at[here].get(mode="clip"), targets.at[:, here].get(mode="clip")
         parts = _visit_tile(tokens, head, of, walk.planes, axis, block, with_u=with_u)
-        put = lambda all, part, dim: lax.dynamic_update_slice_in_dim(all, part.astype(all.dtype), i * size, dim)
-        return tuple(put(all, part, dim) for all, part, dim in zip(carry, parts, (1, 0, 0), strict=True))
+        put = lambda all, part: all.set(part, mode="drop", unique_indices=True)
+        u = put(u.at[here], parts[2]) if with_u else u
+        return put(logprobs.at[:, here], parts[0]), put(entropy.at[here], parts[1]), u
 
     zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-    u = jnp.zeros((tiles * size if with_u else 0, hidden.shape[1]), hidden.dtype)
-    carry = zeros(targets.shape[0], tiles * size), zeros(tiles * size), u
-    logprobs, entropy, u = lax.fori_loop(0, walk.count, visit, carry)
-    return (logprobs[:, walk.place], entropy[walk.place]), u
+    u = jnp.zeros(hidden.shape if with_u else (0, hidden.shape[1]), hidden.dtype)
+    carry = zeros(targets.shape[0], hidden.shape[0]), zeros(hidden.shape[0]), u
+    with jax.named_scope("tiles"):  # the name by which a reader of the compiled program knows what the count is of
+        logprobs, entropy, u = lax.fori_loop(0, walk.count, visit, carry)
+    return (logprobs, entropy), u
 
 
 def _visit_tile(
@@ -208,7 +210,8 @@ def _visit_tile(
     further = lambda k, all: all.at[k].set(logprob(_rows(head, targets[k], axis), targets[k]))
     logprobs = jnp.zeros(targets.shape, jnp.float32).at[0].set(logprob(first, targets[0]))
     if targets.shape[0] > 1:
-        logprobs = lax.fori_loop(1, planes, further, logprobs)
+        with jax.named_scope("further"):
+            logprobs = lax.fori_loop(1, planes, further, logprobs)
     u = _scatter((first - mixture).astype(hidden.dtype), axis) if with_u else jnp.zeros((0, hidden.shape[1]))
     return _own(logprobs, axis, 1), _own(normaliser - _sum(mean_logit, axis), axis, 0), u
 

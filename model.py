@@ -40,6 +40,7 @@ log = logging.getLogger("model")
 
 ALPHA = 32.0  # every Tinker adapter's lora_alpha; its effect is scaled by ALPHA / rank
 DEMO = "demo"
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # what is fetched from the hub
 ATTENTION, MLP = ("query", "key", "value", "out"), ("wi_0", "wi_1", "wo")
 # Hugging Face architecture -> the MaxText family whose decoder block and weight names it has, and what that family
 # needs said.
@@ -115,7 +116,7 @@ class Model:
     rules: tuple  # MaxText's logical axis rules, needed wherever the model is traced
     graph: nnx.GraphDef
     base: Any  # frozen, sharded over fsdp
-    head: Float[Array, "V D"]  # the embedding itself where the two are tied
+    head: Any  # [V, D]; the embedding itself where the two are tied
     kernels: tuple[Kernel, ...]
     shapes: dict[str, tuple[int, ...]]  # of an adapter's arrays
     lora_tree: Any  # a PyTreeDef
@@ -132,6 +133,11 @@ class Model:
     @property
     def fsdp(self) -> int:
         return self.mesh.shape["fsdp"]
+
+    @property
+    def scanned(self) -> bool:
+        """Whether one compiled layer stands for all: its arrays are stacked."""
+        return any(path.startswith("layers/") for path in self.shapes)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -269,63 +275,85 @@ def _zeros(model: Model) -> Adapter:
 def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -> Model:
     """Read `config.model` onto a mesh of all devices (fsdp). ValueError, one line, for what cannot be served."""
     directory = resolve(config.model, state_dir)
-    hf_config = read_config(directory)
-    family = FAMILIES[hf_config["architectures"][0]][0]
-    layers = hf_config["num_hidden_layers"]
-    scan = config.scan_layers if config.scan_layers is not None else layers > 8
-    dtype = config.dtype or ("bfloat16" if jax.default_backend() == "tpu" else "float32")
-    cfg, mesh = _maxtext_config(hf_config, scan=scan, dtype=dtype, remat=config.remat, devices=devices or jax.devices())
+    model, cfg = _abstract(config, read_config(directory), directory, devices or jax.devices())
 
     from maxtext.checkpoint_conversion.utils import param_mapping
 
-    sources = param_mapping.PARAM_MAPPING[family](hf_config, cfg, scan_layers=scan)
-    hooks = param_mapping.HOOK_FNS[family](hf_config, cfg, scan_layers=scan, saving_to_hf=False)
-    graph, lora, params = _abstract(cfg, mesh, config.max_rank)
+    family = FAMILIES[model.hf_config["architectures"][0]][0]
+    sources = param_mapping.PARAM_MAPPING[family](model.hf_config, cfg, scan_layers=cfg.scan_layers)
+    hooks = param_mapping.HOOK_FNS[family](model.hf_config, cfg, scan_layers=cfg.scan_layers, saving_to_hf=False)
     tensors = Tensors(directory)
-    shapes = {_adapter_path(path): leaf.shape for path, leaf in nnx.to_flat_state(lora)}
-    kernels = _kernels(sources, hooks, shapes, params, scan)
-
-    # Rows of the head on each device, so that losses.score leaves them there; tied, the embedding is the head.
-    spec = PartitionSpec("fsdp") if cfg.vocab_size % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
-    sizes, sharding = (cfg.vocab_size, cfg.emb_dim), NamedSharding(mesh, spec)
-    head_leaf: Any = jax.ShapeDtypeStruct(sizes, cfg.weight_dtype, sharding=sharding)
 
     def fill(path, leaf):
         key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
         kernel = "/".join(map(str, path[2:-1]))
-        hf_shape = (shapes[f"{kernel}/b"][-1], shapes[f"{kernel}/a"][0]) if f"{kernel}/a" in shapes else None
-        if path[-1] == "embedding" and cfg.logits_via_embedding:
-            leaf = head_leaf
+        adapted = f"{kernel}/a" in model.shapes
+        hf_shape = (model.shapes[f"{kernel}/b"][-1], model.shapes[f"{kernel}/a"][0]) if adapted else None
         return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis, hf_shape)
 
     base = nnx.from_flat_state(
-        [(path, leaf.replace(fill(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(params)]
+        [(path, leaf.replace(fill(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(model.base)]
     )
     if cfg.logits_via_embedding:
         head = nnx.to_pure_dict(base)["base"]["token_embedder"]["embedding"]
     else:
-        head = _place(tensors, "lm_head.weight", None, head_leaf)
+        head = _place(tensors, "lm_head.weight", None, model.head)
     tensors.check_all_read()
     norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
-    _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], mesh, norms)
-    return Model(
-        name=config.model,
-        directory=directory,
-        hf_config=hf_config,
-        config=config,
-        mesh=mesh,
-        rules=tuple(cfg.logical_axis_rules),
-        graph=graph,
-        base=base,
-        head=head,
-        kernels=kernels,
-        shapes=shapes,
-        lora_tree=jax.tree.structure(lora),
-    )
+    _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], model, norms)
+    kernels = _kernels(sources, hooks, model.shapes, model.base, cfg.scan_layers)
+    return dataclasses.replace(model, base=base, head=head, kernels=kernels)
 
 
-def resolve(name: str, state_dir: Path) -> Path:
-    """`demo`, a directory or a hub name -> a local Hugging Face directory."""
+def abstract(config: ModelConfig, *, devices: list) -> Model:
+    """The model in shapes and shardings alone: no weights are read and nothing is allocated, so that `devices` may be
+    those of a topology that is not here. It can be compiled, and has no `kernels`. ValueError as `load`.
+    """
+    hf_config, directory = describe(config.model)
+    return _abstract(config, hf_config, directory, devices)[0]
+
+
+def describe(name: str) -> tuple[dict, Path]:
+    """(config.json as `read_config` gives it, its directory) of a directory, a hub name or one of MaxText's models."""
+    from maxtext.configs import pyconfig
+
+    known = Path(pyconfig.__file__).parent / "models" / f"{name}.yml"
+    if known.is_file():
+        return _from_maxtext(known), known.parent
+    if name == DEMO:
+        return complete(dict(DEMO_CONFIG), DEMO), Path(DEMO)
+    directory = Path(name)
+    if not directory.is_dir():
+        directory = resolve(name, directory, patterns=("config.json",))
+    return read_config(directory), directory
+
+
+def _from_maxtext(path: Path) -> dict:
+    """Hugging Face's names for what MaxText's model file says."""
+    import yaml
+
+    known = yaml.safe_load(path.read_text())
+    architectures = {"qwen3": "Qwen3ForCausalLM", "llama2": "LlamaForCausalLM"}  # by decoder block
+    names = {
+        "hidden_size": "base_emb_dim",
+        "intermediate_size": "base_mlp_dim",
+        "num_hidden_layers": "base_num_decoder_layers",
+        "num_attention_heads": "base_num_query_heads",
+        "num_key_value_heads": "base_num_kv_heads",
+        "head_dim": "head_dim",
+        "vocab_size": "vocab_size",
+        "rms_norm_eps": "normalization_layer_epsilon",
+        "rope_theta": "rope_max_timescale",
+        "tie_word_embeddings": "logits_via_embedding",
+    }
+    config: dict[str, Any] = {theirs: known[ours] for theirs, ours in names.items() if ours in known}
+    config["architectures"] = [architectures.get(known.get("decoder_block", ""), known.get("decoder_block"))]
+    config["max_position_embeddings"] = 2**20  # it names none
+    return complete(config, path.stem)
+
+
+def resolve(name: str, state_dir: Path, *, patterns: Sequence[str] = PATTERNS) -> Path:
+    """`demo`, a directory or a hub name -> a local Hugging Face directory with the files of these patterns."""
     if name == DEMO:
         return write_demo(state_dir / "models" / DEMO)
     if Path(name).is_dir():
@@ -338,22 +366,24 @@ def resolve(name: str, state_dir: Path) -> Path:
     import huggingface_hub
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub raises a dozen types, none common; the last line is the one a person wants
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{name} is neither a directory nor could it be fetched from the hub: {reason}") from error
 
 
 def read_config(directory: Path) -> dict:
-    """config.json, refused where this server would compute something else than the model's authors."""
+    """config.json, complete; ValueError as `complete`."""
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} has no config.json: not a Hugging Face model directory")
-    config = _read_json(path)
+    return complete(_read_json(path), str(path))
+
+
+def complete(config: dict, path: str) -> dict:
+    """The config with what an older one leaves out; ValueError, naming `path`, where this server would compute
+    something else than the model's authors.
+    """
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"{path}: architecture {architecture} is not served (accepted: {', '.join(FAMILIES)})")
@@ -387,6 +417,37 @@ def read_config(directory: Path) -> dict:
     if config["rope_type"] not in ropes:
         raise ValueError(f"{path}: rope_type {config['rope_type']!r} is not served (accepted: {', '.join(ropes)})")
     return config
+
+
+def _abstract(config: ModelConfig, hf_config: dict, directory: Path, devices: list) -> tuple[Model, Any]:
+    """(the model in shapes, MaxText's configuration)."""
+    scan = config.scan_layers if config.scan_layers is not None else hf_config["num_hidden_layers"] > 8
+    dtype = config.dtype or ("bfloat16" if devices[0].platform == "tpu" else "float32")
+    cfg, mesh = _maxtext_config(hf_config, scan=scan, dtype=dtype, remat=config.remat, devices=devices)
+    graph, lora, base = _shapes(cfg, mesh, config.max_rank)
+    # Rows of the head on each device, so that losses.score leaves them there; tied, the embedding is the head.
+    spec = PartitionSpec("fsdp") if cfg.vocab_size % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
+    sizes, sharding = (cfg.vocab_size, cfg.emb_dim), NamedSharding(mesh, spec)
+    head: Any = jax.ShapeDtypeStruct(sizes, cfg.weight_dtype, sharding=sharding)
+    if cfg.logits_via_embedding:
+        flat = nnx.to_flat_state(base)
+        tied = lambda path, leaf: leaf.replace(head) if path[-1] == "embedding" else leaf
+        base = nnx.from_flat_state([(path, tied(path, leaf)) for path, leaf in flat])
+    model = Model(
+        name=config.model,
+        directory=directory,
+        hf_config=hf_config,
+        config=config,
+        mesh=mesh,
+        rules=tuple(cfg.logical_axis_rules),
+        graph=graph,
+        base=base,
+        head=head,
+        kernels=(),
+        shapes={_adapter_path(path): leaf.shape for path, leaf in nnx.to_flat_state(lora)},
+        lora_tree=jax.tree.structure(lora),
+    )
+    return model, cfg
 
 
 def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: list):
@@ -431,7 +492,7 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
     return cfg, maxtext_utils.get_mesh_from_config(cfg, devices)
 
 
-def _abstract(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+def _shapes(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """The wrapped model as shapes and shardings: (graph, adapter, frozen parameters); nothing is allocated."""
     import qwix
     from flax.core.spmd import logical_axis_rules
@@ -572,15 +633,15 @@ class Tensors:
             )
 
 
-def _check_sharding(matrices: list[Array], mesh: Mesh, norms: Sequence[Array] = ()) -> None:
+def _check_sharding(matrices: list[Array], model: Model, norms: Sequence[Array] = ()) -> None:
     """FSDP must really shard: a device holds 1/n of the matrices (within 2 %) and all of the norms, which are small."""
     unique = list({id(array): array for array in matrices}.values())  # a tied head is the embedding
     whole, small = (sum(array.nbytes for array in arrays) for arrays in (unique, norms))
     held = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in unique)
     mb = (whole + small) / 1e6, (held + small) / 1e6
-    log.info("base: %.1f MB, %.1f MB on each of %d devices (%.1f %%)", *mb, mesh.size, 100 * mb[1] / mb[0])
-    if held > 1.02 * whole / mesh.size:
-        raise RuntimeError(f"a device holds {held:,} of {whole:,} bytes: not sharded over {mesh.size} devices")
+    log.info("base: %.1f MB, %.1f MB on each of %d devices (%.1f %%)", *mb, model.mesh.size, 100 * mb[1] / mb[0])
+    if held > 1.02 * whole / model.mesh.size:
+        raise RuntimeError(f"a device holds {held:,} of {whole:,} bytes: not sharded over {model.mesh.size} devices")
 
 
 # ---- the demo model

@@ -21,23 +21,29 @@ Run: `uv run server.py` drives it.    Read first: losses.py, then `Trainer.forwa
 import dataclasses
 import functools
 import gc
+import importlib.util
 import itertools
+import json
 import logging
 import math
+import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from losses import LARGEST, LOSSES, TokenInputs, loss_numbers, score, token_fields, token_losses
-from model import ALPHA, Adapter, Model, check_rank
+from model import ALPHA, Adapter, Model, ModelConfig, abstract, check_rank
 
 log = logging.getLogger("trainer")
 
@@ -48,14 +54,6 @@ SENTINEL = -9e3  # engines report "no log-prob" as -9999 or -99999; no real one 
 TARGETS = 32  # targets a position may have in one tile; a datum with more of them is scored in several
 FILL, MOST_ROWS = 0.9, 16  # of the free memory; of the fewest rows: more in a tile gains little
 RETRY_S = (0.1, 1.0)  # waits before an allocation that failed is tried again
-PEAK_FLOPS = {  # of a device in bfloat16, by jax's device_kind (cloud.google.com/tpu/docs): what MFU is a fraction of
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU7x": 2307e12,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,15 +268,27 @@ def _log_ratio(piece: Piece, of_sequence: bool) -> Float[np.ndarray, " n"]:
 # ---- the programs: pure, compiled once
 
 
+class Blocks(NamedTuple):
+    """How losses.score walks the tokens and the vocabulary."""
+
+    tile: int = 512  # tokens of all devices together
+    block: int = 1280  # rows of a device's part of the head, at most
+
+
 def tile_loss(
-    model: Model, base, head, adapter: Adapter, scale, ints, floats, further, planes, loss, *, everything: bool
+    model: Model, blocks: Blocks, base, head, adapter: Adapter, scale, ints, floats, *args, everything: bool
 ) -> tuple[Array, tuple[Array, Array]]:
-    """(loss, ([3, B, T] of log-probs, losses and entropies, [K, B, T] log-probs of further targets)).
+    """(loss, ([3, B, T] of log-probs, losses and entropies, [K, B, T] log-probs of further targets))."""
+    tokens, positions, segment_ids, *_ = ints
+    hidden = model.hidden(base, model.scaled(adapter, scale), tokens, positions, segment_ids)
+    return hidden_loss(model, blocks, hidden, head, ints, floats, *args, everything=everything)
+
+
+def hidden_loss(model: Model, blocks: Blocks, hidden, head, ints, floats, further, planes, loss, *, everything: bool):
+    """`tile_loss` from the hidden states [B, T, D] on.
 
     Each device scores its own rows; the head stays where it is, sharded by its vocabulary, and logits never exist.
     """
-    tokens, positions, segment_ids, *_ = ints
-    hidden = model.hidden(base, model.scaled(adapter, scale), tokens, positions, segment_ids)
     sharded = model.vocab_size % model.fsdp == 0
 
     def local(hidden, head, ints, floats, further, planes, loss):
@@ -289,8 +299,8 @@ def tile_loss(
         live = asked > 0
         scored = segment_ids > 0 if everything else live
         targets = jnp.concatenate([target[None], targets])
-        axis = "fsdp" if sharded else None
-        scores = score(hidden.reshape(-1, hidden.shape[-1]), head, targets, scored, planes, axis=axis)
+        walk: dict[str, Any] = dict(axis="fsdp" if sharded else None, tile=blocks.tile, block=blocks.block)
+        scores = score(hidden.reshape(-1, hidden.shape[-1]), head, targets, scored, planes, **walk)
         first, *_ = scores.logprobs
         # The first segment of a row is 1 and a row has as many as tokens at most: a number below B * T for each.
         segments = rows + jnp.maximum(segment_ids - 1, 0)
@@ -306,15 +316,15 @@ def tile_loss(
     return outputs[1].sum(), (outputs, more)
 
 
-def gradient_program(model: Model, base, head, adapter, gradients, *args):
+def gradient_program(model: Model, blocks: Blocks, base, head, adapter, gradients, *args):
     """Adds one tile's gradients to `gradients` (donated)."""
-    run = lambda adapter: tile_loss(model, base, head, adapter, *args, everything=False)
+    run = lambda adapter: tile_loss(model, blocks, base, head, adapter, *args, everything=False)
     new, outputs = jax.grad(run, has_aux=True)(adapter)
     return jax.tree.map(jnp.add, gradients, new), outputs
 
 
-def forward_program(model: Model, base, head, adapter, *args):
-    return tile_loss(model, base, head, adapter, *args, everything=True)[1]
+def forward_program(model: Model, blocks: Blocks, base, head, adapter, *args):
+    return tile_loss(model, blocks, base, head, adapter, *args, everything=True)[1]
 
 
 def commit_program(gradients: Adapter, new: Adapter) -> tuple[Adapter, Adapter]:
@@ -347,6 +357,270 @@ def adamw_program(weights: Adapter, gradients: Adapter, moments, step, adam: Flo
     )
 
 
+class Programs(NamedTuple):
+    """The four of them, jitted. What leaves them is pinned, or XLA re-shards an adapter and the next call compiles."""
+
+    gradient: Any
+    forward: Any
+    commit: Any  # donates nothing that a failure would cost
+    adamw: Any
+
+
+def programs(model: Model, blocks: Blocks, *, formats: Any = None) -> Programs:
+    """`formats`: how the gradient program wants the base, where that is not as it comes."""
+    whole, planes_of = model.sharding(), model.sharding(None, "fsdp")
+    bound = lambda program: functools.partial(program, model, blocks)
+    wanted: dict[str, Any] = {} if formats is None else {"in_shardings": (formats, *[None] * 9)}
+    return Programs(
+        jax.jit(bound(gradient_program), donate_argnums=3, out_shardings=(whole, (whole, planes_of)), **wanted),
+        jax.jit(bound(forward_program), out_shardings=(whole, planes_of)),
+        jax.jit(commit_program, donate_argnums=1, out_shardings=whole),
+        jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=whole),
+    )
+
+
+# ---- the plan: what the compiler says of a step before there is one
+
+
+class Chip(NamedTuple):
+    """A TPU device by jax's device_kind: what MFU is a fraction of, and what a topology that is not here cannot say."""
+
+    flops: float  # a second, in bfloat16 (cloud.google.com/tpu/docs)
+    hz: float  # flops / (2 * 128 * 128 * matrix units)
+    hbm_bytes: int  # as its compiler counts
+
+
+GIB = 2**30
+CHIPS = {
+    "TPU v5": Chip(459e12, 1.75e9, int(95.73 * GIB)),  # v5p
+    "TPU v5p": Chip(459e12, 1.75e9, int(95.73 * GIB)),
+    "TPU v5 lite": Chip(197e12, 1.5e9, int(15.75 * GIB)),  # v5e
+    "TPU v6 lite": Chip(918e12, 1.75e9, int(31.24 * GIB)),  # v6e
+}
+COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+HLO_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+class Collective(NamedTuple):
+    kind: str
+    shape: str  # of its result on a device, as HLO writes it
+    bytes: int  # of that
+    times: int  # a step
+    in_loop: bool
+
+
+def read_hlo(text: str, trips: Mapping[str, int]) -> tuple[int, list[Collective]]:
+    """(estimated cycles, collectives) of an optimised program, both multiplied by the trip counts of its loops.
+
+    A traced trip count is looked up in `trips` by the named scope of its loop; any other is read off its condition.
+    Only the TPU's compiler estimates cycles, and neither for collectives nor for Pallas kernels.
+    """
+    computations: dict[str, list[str]] = {}
+    entry = here = ""
+    for line in text.split("\n"):
+        if head := re.match(r"(ENTRY )?%([\w.\-]+) .*\{$", line):
+            here = head[2]
+            computations[here] = []
+            entry = here if head[1] else entry
+        elif here:
+            computations[here].append(line)
+
+    def trip_count(line: str, condition: str) -> int:
+        scope = re.search(r'op_name="([^"]*)"', line)
+        for name, count in trips.items():
+            if scope and re.search(rf"\b{name}\b\)*/while$", scope[1]):
+                return count
+        lines = list(computations[condition])
+        for call in re.findall(r"calls=%([\w.\-]+)", "\n".join(lines)):
+            lines += computations[call]
+        return max(map(int, re.findall(r"constant\((\d+)\)", "\n".join(lines))), default=1)
+
+    def walk(name: str, times: int, in_loop: bool) -> int:
+        cycles = 0
+        for line in computations[name]:
+            if loop := re.search(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)", line):
+                cycles += walk(loop[2], times * trip_count(line, loop[1]), True)
+            elif call := re.search(r" call\(.*to_apply=%([\w.\-]+)", line):
+                cycles += walk(call[1], times, in_loop)
+            elif estimate := re.search(r'"estimated_cycles":"(\d+)"', line):
+                cycles += times * int(estimate[1]) * (int(estimate[1]) < 10**15)  # beyond: the compiler does not know
+            if found := re.search(rf" = (\S.*?) ({COLLECTIVES})(?:-start)?\(", line):
+                shapes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+                size = sum(HLO_BYTES[dtype] * math.prod(map(int, filter(None, of.split(",")))) for dtype, of in shapes)
+                shape = ", ".join(f"{dtype}[{of}]" for dtype, of in shapes)
+                collectives.append(Collective(found[2], shape, size, times, in_loop))
+        return cycles
+
+    collectives: list[Collective] = []
+    return walk(entry, 1, False), [one for one in collectives if one.times]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a device holds, moves and does while one tile's gradient is computed, by its compiler's count."""
+
+    rows: int
+    row_len: int
+    blocks: Blocks
+    held: dict[str, int]  # bytes by what they are: there all the time
+    temp: dict[str, int]  # bytes during the step
+    report: dict[str, int]  # the compiled program's own: arguments, temp, peak
+    limit_bytes: int | None
+    collectives: list[Collective]
+    seconds: float | None  # of a tile, without collectives and Pallas kernels (attention); None: no estimate
+    mfu: float | None  # what that would be
+    formats: Any  # how the program wants the base to be laid out
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.held.values()) + sum(self.temp.values())
+
+
+def make_plan(
+    model: Model, blocks: Blocks, *, rows: int, row_len: int, max_adapters: int, gradient: Any = None
+) -> Plan:
+    """Compile the gradient program for [rows, row_len] and read what the compiler says; `model` may be abstract.
+
+    `gradient`: one of `programs`, where it is there already: it need not be traced again.
+    ValueError where the compiler itself finds that it cannot fit.
+    """
+    whole, planes_of, device = model.sharding(), model.sharding(None, "fsdp"), model.mesh.devices.flat[0]
+    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=planes_of)
+    adapter = {path: jax.ShapeDtypeStruct(of, np.float32, sharding=whole) for path, of in model.shapes.items()}
+    further = tuple(shape(dtype, TARGETS - 1, rows, row_len) for dtype in (np.int32, np.float32))
+    numbers = shape(np.int32, 5, rows, row_len), shape(np.float32, len(TokenInputs._fields), rows, row_len)
+    formats = None
+    if device.platform == "tpu":  # its compiler makes second copies of stacked weights in the layout that it wants
+        formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), model.base)
+    if gradient is None or formats is not None:
+        gradient = programs(model, blocks, formats=formats).gradient
+    args = (adapter, adapter, np.float32(1), *numbers, further, np.int32(1), np.int32(0))
+    lowered = gradient.lower(model.base, model.head, *args)
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).split("Oom:")[-1].split(" HLO module")[0].strip()
+        raise ValueError(f"{rows} rows of {row_len} tokens do not fit {device.device_kind}: {reason}") from error
+    analysis, text = compiled.memory_analysis(), compiled.as_text()
+    assert analysis is not None and text is not None
+    cycles, collectives = read_hlo(text, {"tiles": -(-rows * row_len // blocks.tile), "further": 0})
+    chip = CHIPS.get(device.device_kind)
+    seconds = cycles / chip.hz if chip and cycles else None
+    tokens = rows * row_len
+    flops = 4 * tokens * (model.parameters + model.head.size) / model.mesh.size  # without attention: nor has the time
+
+    one = lambda *leaves: sum(_bytes_a_device(leaf) for leaf in jax.tree.leaves(leaves))
+    tied = any(leaf is model.head for leaf in jax.tree.leaves(model.base))
+    hidden = tokens * model.head.shape[1] * model.dtype.itemsize // model.mesh.size
+    layers = model.hf_config["num_hidden_layers"]
+    saved = hidden * layers if model.config.remat == "full" or model.scanned else 0
+    return Plan(
+        rows=rows,
+        row_len=row_len,
+        blocks=blocks,
+        held={
+            "base": one(model.base),
+            "head": 0 if tied else one(model.head),
+            f"{max_adapters} adapters": max_adapters * one(adapter),
+            "their moments": 2 * max_adapters * one(adapter),
+            "their gradients, and a call's": (max_adapters + 1) * one(adapter),
+            "a tile's tokens": one(numbers, further),
+        },
+        temp={
+            "activations kept between layers": min(saved, analysis.temp_size_in_bytes),
+            "a layer, a tile of the loss": max(analysis.temp_size_in_bytes - saved, 0),
+        },
+        report={
+            "arguments": analysis.argument_size_in_bytes,
+            "temp": analysis.temp_size_in_bytes,
+            "peak": analysis.peak_memory_in_bytes,
+        },
+        limit_bytes=_memory_limit(model),
+        collectives=collectives,
+        seconds=seconds,
+        mfu=flops / seconds / chip.flops if seconds and chip else None,
+        formats=compiled.input_formats[0][0] if formats is not None else None,
+    )
+
+
+@functools.cache
+def choose_blocks(model: Model) -> Blocks:
+    """The walk over the head that the TPU's compiler expects to be fastest; elsewhere what was measured on CPUs.
+
+    Asked once a topology and shape of the head: the answer is kept beside the compiled programs.
+    """
+    if (device := model.mesh.devices.flat[0]).platform != "tpu":
+        return Blocks()
+    key = f"{device.device_kind}-{model.mesh.size}-{model.vocab_size}-{model.head.shape[1]}-{model.dtype}"
+    cache = Path(jax.config.jax_compilation_cache_dir or os.devnull)
+    kept = cache / f"blocks-{key.replace(' ', '-')}.json"
+    if kept.is_file():
+        return Blocks(**json.loads(kept.read_text()))
+    asked = [Blocks(tile, block) for tile in (1024, 2048) for block in (4096, 16384)]
+    seconds = {blocks: _loss_cycles(model, blocks) for blocks in asked}
+    log.info("cycles of the loss: %s", seconds)
+    best = min(seconds, key=seconds.__getitem__)
+    if cache.is_dir():
+        kept.write_text(json.dumps(best._asdict()))
+    return best
+
+
+def _loss_cycles(model: Model, blocks: Blocks) -> int:
+    """What the compiler expects of the loss alone and its gradient, for 4,096 tokens of hidden states a device."""
+    rows, row_len = model.mesh.size, 4096
+    shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=model.sharding(*spec))
+    plane, whole = (None, "fsdp"), np.int32(1)
+    args = (
+        shape(model.dtype, ("fsdp",), rows, row_len, model.head.shape[1]),
+        model.head,
+        shape(np.int32, plane, 5, rows, row_len),
+        shape(np.float32, plane, len(TokenInputs._fields), rows, row_len),
+        tuple(shape(dtype, plane, TARGETS - 1, rows, row_len) for dtype in (np.int32, np.float32)),
+    )
+    run = lambda *args: hidden_loss(model, blocks, *args, everything=False)
+    compiled = jax.jit(jax.grad(run, has_aux=True)).lower(*args, whole, whole).compile()
+    return read_hlo(compiled.as_text() or "", {"tiles": -(-rows * row_len // blocks.tile), "further": 0})[0]
+
+
+def size_of(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
+
+
+def summary(plan: Plan) -> str:
+    """One line."""
+    held, temp, limit = sum(plan.held.values()), sum(plan.temp.values()), plan.limit_bytes
+    of = f" of {size_of(limit)}" if limit is not None else ""
+    return f"a step of {plan.rows} x {plan.row_len} tokens takes {size_of(held)} + {size_of(temp)}{of} a device"
+
+
+def table(plan: Plan) -> str:
+    """All of it, as `trainer.py plan` prints it."""
+    lines = [f"a device, {plan.rows} x {plan.row_len} tokens, {plan.blocks}", ""]
+    row = lambda name, size: f"{name:>34} {size_of(size):>12}"
+    lines += [row(name, size) for name, size in {**plan.held, **plan.temp, "total": plan.total_bytes}.items()]
+    if plan.limit_bytes is not None:
+        lines += [row("of", plan.limit_bytes), row("spare", plan.limit_bytes - plan.total_bytes)]
+    lines += [row("peak by the compiler", plan.report["peak"]), ""]
+    for one in sorted(plan.collectives, key=lambda one: -one.bytes * one.times):
+        moved = one.bytes * one.times
+        if moved >= 2**20:
+            shape = one.shape if len(one.shape) < 60 else f"{one.shape[:56]} ..."
+            lines.append(f"{one.times:>6} x {one.kind:<18} {size_of(moved):>12}  {shape}")
+    if plan.seconds is not None and plan.mfu is not None:
+        lines += [
+            "",
+            f"{plan.seconds:.2f} s by the compiler's estimate, without collectives and attention: MFU at most",
+        ]
+        lines[-1] += f" {100 * plan.mfu:.0f} %"
+    return "\n".join(lines)
+
+
+def _bytes_a_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+
+
 # ---- the trainer
 
 
@@ -362,14 +636,9 @@ class Trainer:
         if not 1 < self.row_len <= longest:
             raise ValueError(f"--row-len is {self.row_len}; {model.name} takes 2..{longest} tokens")
         self.adapters: dict[str, AdapterState] = {}
-        # Pinned, or XLA re-shards an adapter and the next call compiles.
-        whole, planes_of = model.sharding(), model.sharding(None, "fsdp")
-        self._place = lambda arrays: jax.device_put(arrays, planes_of)
-        bound = lambda program: functools.partial(program, model)
-        self._gradient = jax.jit(bound(gradient_program), donate_argnums=3, out_shardings=(whole, (whole, planes_of)))
-        self._forward = jax.jit(bound(forward_program), out_shardings=(whole, planes_of))
-        self._commit = jax.jit(commit_program, donate_argnums=1, out_shardings=whole)  # a failure costs no adapter
-        self._adamw = jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=whole)
+        self._place = lambda arrays: jax.device_put(arrays, model.sharding(None, "fsdp"))
+        self.blocks = choose_blocks(model)
+        self._gradient, self._forward, self._commit, self._adamw = programs(model, self.blocks)
         self._new: Adapter | None = None  # the gradients of the call that runs, zero between calls; None: to be made
         self._parameters = model.parameters  # counting them walks the whole tree
         self.alone = False  # one sequence a row?
@@ -385,8 +654,7 @@ class Trainer:
         self.create("warm-up", seed=0, rank=1)
         for attn, mlp in ((True, False), (False, True)):
             self.model.new_adapter(seed=0, rank=1, attn=attn, mlp=mlp)
-        if self.config.rows is None and (limit := _memory_limit(self.model)) is not None:
-            self._set_rows(self.model.fsdp * self._multiple(limit))
+        self._fit()
         self.forward_backward("warm-up", [_Probe(0)], backward=True)
         same, other = (self.forward_backward("warm-up", [_Probe(first)], backward=False)[0] for first in (0, 1))
         self.alone = not np.array_equal(same[0][1], other[0][1])
@@ -395,20 +663,27 @@ class Trainer:
         self.optim_step("warm-up", dict.fromkeys(ADAM, 0.0) | {"eps": 1e-12})
         self.release("warm-up")
 
-    def _multiple(self, limit: int) -> int:
-        """How many times the fewest rows fit a device of `limit` bytes."""
-        fixed, temp = self._used_bytes()
-        return token_budget(limit - fixed, temp, rows=self.rows, row_len=self.row_len)
+    def plan(self) -> Plan:
+        sizes = dict(rows=self.rows, row_len=self.row_len, max_adapters=self.config.max_adapters)
+        return make_plan(self.model, self.blocks, **sizes, gradient=self._gradient)
 
-    def _used_bytes(self) -> tuple[int, int]:
-        """Of a device, by the compiler's count: what stays (base, head, adapters) and what a tile's gradient takes."""
-        tile = make_tiles(make_pieces([_Probe(0)]), rows=self.rows, row_len=self.row_len)[0]
-        args = self._arguments(next(iter(self.adapters.values())), tile, "cross_entropy")
-        analysis = self._gradient.lower(*args[:3], self.model.zeros(), *args[3:]).compile().memory_analysis()
-        assert analysis is not None
-        adapter = sum(4 * math.prod(shape) for shape in self.model.shapes.values())
-        adapters = 4 * self.config.max_adapters * adapter  # weights, gradients, two moments
-        return analysis.argument_size_in_bytes + adapters, analysis.temp_size_in_bytes
+    def affordable(self, plan: Plan) -> int:
+        """How many times its rows fit; ValueError where they do not."""
+        if plan.limit_bytes is None:
+            return 1
+        free, temp = plan.limit_bytes - sum(plan.held.values()), sum(plan.temp.values())
+        return token_budget(free, temp, rows=plan.rows, row_len=plan.row_len)
+
+    def _fit(self) -> None:
+        """As many rows as the memory takes, where none were asked for, and the base as the step wants it."""
+        plan = self.plan()
+        log.info("%s", summary(plan))
+        times = self.affordable(plan)
+        if self.config.rows is None and jax.default_backend() != "cpu":  # which gains nothing by more
+            self._set_rows(times * self.rows)
+        if plan.formats is not None:
+            base = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to, donate=True), self.model.base, plan.formats)
+            self.model = dataclasses.replace(self.model, base=base)
 
     def create(self, model_id: str, *, seed: int, rank: int, train_attn: bool = True, train_mlp: bool = True) -> None:
         """A fresh adapter. ValueError when all places are taken."""
@@ -448,8 +723,8 @@ class Trainer:
             "tokens_per_s:mean": tokens / elapsed,
             "tflops_per_s:mean": float(self._flops(pieces, backward)) / elapsed / 1e12,
         }
-        if (peak := PEAK_FLOPS.get(jax.devices()[0].device_kind)) is not None:
-            shared["mfu:mean"] = shared["tflops_per_s:mean"] * 1e12 / peak / self.model.mesh.size
+        if (chip := CHIPS.get(jax.devices()[0].device_kind)) is not None:
+            shared["mfu:mean"] = shared["tflops_per_s:mean"] * 1e12 / chip.flops / self.model.mesh.size
         answers = []
         for r, group in itertools.groupby(pieces, key=lambda piece: piece.request):
             request, mine = requests[r], list(group)
@@ -612,8 +887,14 @@ def _patiently(run: Callable[[], None], free: Callable[[], None]) -> None:
 
 
 def _memory_limit(model: Model) -> int | None:
-    """Bytes of the smallest device of the mesh; None where the backend does not say (CPU)."""
-    stats = [device.memory_stats() for device in model.mesh.local_devices]
+    """Bytes of the smallest device of the mesh; None where nothing says so. CPU devices share the machine's memory."""
+    first = model.mesh.devices.flat[0]
+    if first.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // model.mesh.size
+    try:
+        stats = [device.memory_stats() for device in model.mesh.local_devices]
+    except jax.errors.JaxRuntimeError:  # a device of a topology that is not here
+        return CHIPS[first.device_kind].hbm_bytes if first.device_kind in CHIPS else None
     return min((s["bytes_limit"] for s in stats if s and "bytes_limit" in s), default=None)
 
 
@@ -639,3 +920,101 @@ def check_adam(adam: Mapping[str, float]) -> Float32[np.ndarray, "6"]:
             bracket = "(" if name == "eps" else "["
             raise ValueError(f"adam_params.{name} is {adam[name]}; allowed: {bracket}0, {high}) in float32")
     return numbers
+
+
+# ---- `trainer.py plan`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What fits on a topology, by its compiler: neither weights nor a device are needed."""
+
+    model: str  # a Hugging Face directory or hub name, of which config.json is read, or one of MaxText's own names
+    topology: str | None = None  # v5p:2x2x1 (4 chips), v5e:2x2, v6e:2x2, ...; unset: the devices of this machine
+    rows: int | None = None  # of a tile; unset: one a device
+    row_len: int = 4096  # tokens of a row
+    rank: int = 32  # --max-rank of the server
+    adapters: int = 8  # --max-adapters of the server
+    remat: str = "full"  # --remat of the server
+    search: bool = False  # compile for more, until nothing more fits: the longest row, and the most rows
+
+
+# What keeps the TPU's compiler from looking for a TPU, and two of them from shutting each other out.
+COMPILER = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+
+
+@functools.cache  # the devices of two topologies of one name do not go together
+def topology(name: str) -> list:
+    """The devices of a TPU topology that is not here: programs can be compiled for them. ValueError names what is
+    missing.
+    """
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("the TPU compiler is not installed: `uv run --group topology trainer.py plan ...`")
+    os.environ |= COMPILER
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--topology is {name}: {str(error).splitlines()[0]} (such as v5p:2x2x1)") from error
+
+
+def largest(make: Callable[[int], Plan], known: Plan, size: Callable[[Plan], int], unit: int) -> Plan:
+    """The largest plan that fits: memory grows with the tokens, so the next size is where a line would meet the limit.
+
+    make: size, a multiple of `unit` -> its plan.
+    """
+    limit = known.limit_bytes
+    assert limit is not None
+    below, above = known, None  # the largest that fits, the smallest size that does not
+    slope = sum(known.temp.values()) / size(known)
+    while True:
+        guess = size(below) + int((limit - below.total_bytes) / slope)
+        guess = min(guess, above - unit if above else guess) // unit * unit
+        if guess <= size(below):
+            return below
+        try:
+            plan = make(guess)
+        except ValueError:
+            above = guess
+            slope = max(slope, (limit - below.total_bytes) / (guess - size(below))) * 1.02
+            continue
+        slope = (plan.total_bytes - below.total_bytes) / (guess - size(below))
+        if plan.total_bytes > limit:
+            above = guess
+        else:
+            below = plan
+
+
+def main(config: PlanConfig) -> None:
+    devices = topology(config.topology) if config.topology else jax.devices()
+    options = ModelConfig(model=config.model, max_rank=config.rank, remat=config.remat)
+    model = abstract(options, devices=devices)
+    blocks, rows = choose_blocks(model), config.rows if config.rows is not None else model.fsdp
+    make = lambda rows, row_len: make_plan(model, blocks, rows=rows, row_len=row_len, max_adapters=config.adapters)
+    plan = make(rows, config.row_len)
+    print(table(plan))
+    flags = f"--model {config.model} --max-rank {config.rank} --max-adapters {config.adapters} --remat {config.remat}"
+    if config.search and plan.limit_bytes is not None:
+        unit = 512
+        longest = largest(lambda row_len: make(rows, row_len), plan, lambda plan: plan.row_len, unit)
+        most = largest(lambda rows: make(rows, config.row_len), plan, lambda plan: plan.rows, model.fsdp)
+        print(f"\nlongest that fits: {rows} x {longest.row_len}; most rows: {most.rows} x {config.row_len}")
+        plan = longest
+    print(f"\nuv run server.py {flags} --rows {plan.rows} --row-len {plan.row_len}")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    try:
+        main(tyro.extras.subcommand_cli_from_dict({"plan": PlanConfig}))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None

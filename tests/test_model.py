@@ -356,7 +356,7 @@ def test_a_base_that_is_not_sharded_is_refused(sharded_demo, where):
     everywhere = sharded_demo.sharding()
     matrix = jax.device_put(jnp.zeros((64, 64)), everywhere if where == "every device" else jax.devices()[0])
     with pytest.raises(RuntimeError, match="not sharded over 4 devices"):
-        model._check_sharding([matrix], sharded_demo.mesh)
+        model._check_sharding([matrix], sharded_demo)
 
 
 # ---- adapters

@@ -429,12 +429,13 @@ def test_the_token_budget_follows_from_the_memory_that_is_free():
 
 def test_rows_are_chosen_by_the_compilers_count_of_bytes(demo, monkeypatch):
     few = Trainer(demo, TrainerConfig(row_len=ROW))
-    few.create("a", seed=0, rank=1)
-    fixed = few._used_bytes()
-    monkeypatch.setattr("trainer._memory_limit", lambda model: fixed[0] + 4 * fixed[1])
-    chosen = Trainer(demo, TrainerConfig(row_len=ROW))
-    chosen.warm_up()
-    assert chosen.rows == 3  # nine tenths of four
+    plan = few.plan()
+    held, temp = sum(plan.held.values()), sum(plan.temp.values())
+    monkeypatch.setattr("trainer._memory_limit", lambda model: held + 4 * temp)
+    assert few.affordable(few.plan()) == 3  # nine tenths of four
+    monkeypatch.setattr("trainer._memory_limit", lambda model: held + temp - 1)
+    with pytest.raises(ValueError, match=f"--row-len is {ROW}"):
+        few.warm_up()
 
 
 def test_a_model_that_sees_across_segments_gets_a_row_for_each_sequence(demo, adapter):
