@@ -473,7 +473,7 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
         weight_dtype=dtype,
         scan_layers=scan,
         remat_policy=remat,
-        attention="autoselected" if devices[0].platform == "tpu" else "dot_product",
+        attention="autoselected",  # splash attention on TPU, plain on CPU
         ici_fsdp_parallelism=len(devices),
         per_device_batch_size=1,
         max_target_length=hf["max_position_embeddings"],

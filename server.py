@@ -833,7 +833,9 @@ def bind(config: ServerConfig) -> socket.socket:
     ipv6 = ":" in host
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:  # clients may connect while the model loads; they are served when it has
-        return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=ipv6)
+        sock = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=ipv6)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does not, for sockets that it has not made
+        return sock
     except OSError as error:
         remedy = "choose another --port (0 takes a free one)"
         raise ValueError(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}") from error
@@ -847,6 +849,7 @@ def build(config: ServerConfig, store: cache.Store) -> Service:
     model = load(config.model, state_dir=config.state_dir)
     trainer = Trainer(model, config.trainer)
     trainer.warm_up()
+    model = trainer.model  # as the step wants it laid out
     sampler = EmbeddedEngine(model, config.sampler)
     sampler.warm_up()
     adapters = f"{config.trainer.max_adapters} adapters of rank <= {config.model.max_rank}"

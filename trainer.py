@@ -18,6 +18,7 @@ Left out: a plan of the memory before anything is compiled, many hosts.
 Run: `uv run server.py` drives it.    Read first: losses.py, then `Trainer.forward_backward`.
 """
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -29,8 +30,7 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -156,7 +156,7 @@ def pack(lengths: Sequence[int], row_len: int) -> list[list[int]]:
     """
     unit = -(-row_len // UNITS)
     units = -(-row_len // unit)
-    stock = defaultdict(list)  # length in units, rounded up -> the sequences of that length
+    stock = collections.defaultdict(list)  # length in units, rounded up -> the sequences of that length
     for i, length in enumerate(lengths):
         stock[-(-length // unit)].append(i)
     # Two sets of lengths as the bits of one int: bit n of the first, bit units - n of the second says "n is in stock".
@@ -391,68 +391,107 @@ class Chip(NamedTuple):
 
 
 GIB = 2**30
+CHOOSY = ("tpu",)  # platforms whose compiler makes second copies of stacked weights, in the layout that it wants
 CHIPS = {
     "TPU v5": Chip(459e12, 1.75e9, int(95.73 * GIB)),  # v5p
     "TPU v5p": Chip(459e12, 1.75e9, int(95.73 * GIB)),
     "TPU v5 lite": Chip(197e12, 1.5e9, int(15.75 * GIB)),  # v5e
     "TPU v6 lite": Chip(918e12, 1.75e9, int(31.24 * GIB)),  # v6e
 }
-COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-HLO_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+COMPUTATION = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z-]+)\((.*?)\)(.*)")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([^\s,})]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One of an optimised program, as HLO writes it."""
+
+    name: str
+    shape: str  # of the result, "f32[512,1024]{1,0}"; of a tuple all of them
+    kind: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+def walk_hlo(text: str, trips: Mapping[str, int]) -> Iterator[tuple[Instruction, dict[str, Instruction], int, bool]]:
+    """Every instruction, the others of its computation by name, how often it runs, and whether inside a loop.
+
+    A traced trip count is looked up in `trips` by the named scope of its loop; any other is read off the program.
+    Branches of a conditional are left out: they do not all run.
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    constants: dict[str, list[int]] = collections.defaultdict(list)  # of a computation
+    entry = here = ""
+    for line in text.splitlines():
+        if start := COMPUTATION.match(line):
+            here = start[2]
+            computations[here] = {}
+            entry = here if start[1] else entry
+        elif found := INSTRUCTION.match(line):
+            result, shape, kind, operands, attributes = found.groups()
+            names = tuple(re.findall(r"%([^\s,)]+)", operands))
+            computations[here][result] = Instruction(result, shape, kind, names, attributes)
+            if kind == "constant" and operands.isdigit():
+                constants[here].append(int(operands))
+
+    def trip_count(loop: Instruction) -> int:
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+            return int(known[1])
+        scope = re.search(r'op_name="([^"]*)"', loop.attributes)
+        for name, count in trips.items():
+            if scope and re.search(rf"\b{name}\b\)*/while{'$' if count else ''}", scope[1]):  # 0: what is in it, too
+                return count
+        (condition,) = re.findall(r"condition=%([^\s,})]+)", loop.attributes)
+        called = [name for one in computations[condition].values() for name in CALLED.findall(one.attributes)]
+        bounds = [bound for name in (condition, *called) for bound in constants[name]]
+        assert bounds, f"{loop.name} ({scope and scope[1]}): how often does it run?"
+        return max(bounds)
+
+    def visit(name: str, times: int, looped: bool) -> Iterator:
+        for one in computations[name].values():
+            yield one, computations[name], times, looped
+            loop = one.kind == "while"
+            often = times * trip_count(one) if loop else times
+            for called in CALLED.findall(one.attributes) if often else ():
+                yield from visit(called, often, looped or loop)
+
+    return visit(entry, 1, False)
+
+
+def shapes_in(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """[(dtype, sizes)] of a result as HLO writes it."""
+    found = re.findall(r"(pred|[a-z]+\d+)\[([\d,]*)\]", text)
+    return [(dtype, tuple(map(int, filter(None, sizes.split(","))))) for dtype, sizes in found]
+
+
+def bytes_in(text: str) -> int:
+    width = lambda dtype: 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
+    return sum(width(dtype) * math.prod(sizes) for dtype, sizes in shapes_in(text))
 
 
 class Collective(NamedTuple):
     kind: str
-    shape: str  # of its result on a device, as HLO writes it
+    shape: str  # of its result on a device
     bytes: int  # of that
     times: int  # a step
-    in_loop: bool
+    looped: bool
 
 
 def read_hlo(text: str, trips: Mapping[str, int]) -> tuple[int, list[Collective]]:
-    """(estimated cycles, collectives) of an optimised program, both multiplied by the trip counts of its loops.
+    """(the compiler's estimate in cycles, the collectives) of an optimised program; `trips` as in `walk_hlo`.
 
-    A traced trip count is looked up in `trips` by the named scope of its loop; any other is read off its condition.
-    Only the TPU's compiler estimates cycles, and neither for collectives nor for Pallas kernels.
+    Only the TPU's compiler estimates, and neither collectives nor Pallas kernels.
     """
-    computations: dict[str, list[str]] = {}
-    entry = here = ""
-    for line in text.split("\n"):
-        if head := re.match(r"(ENTRY )?%([\w.\-]+) .*\{$", line):
-            here = head[2]
-            computations[here] = []
-            entry = here if head[1] else entry
-        elif here:
-            computations[here].append(line)
-
-    def trip_count(line: str, condition: str) -> int:
-        scope = re.search(r'op_name="([^"]*)"', line)
-        for name, count in trips.items():
-            if scope and re.search(rf"\b{name}\b\)*/while$", scope[1]):
-                return count
-        lines = list(computations[condition])
-        for call in re.findall(r"calls=%([\w.\-]+)", "\n".join(lines)):
-            lines += computations[call]
-        return max(map(int, re.findall(r"constant\((\d+)\)", "\n".join(lines))), default=1)
-
-    def walk(name: str, times: int, in_loop: bool) -> int:
-        cycles = 0
-        for line in computations[name]:
-            if loop := re.search(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)", line):
-                cycles += walk(loop[2], times * trip_count(line, loop[1]), True)
-            elif call := re.search(r" call\(.*to_apply=%([\w.\-]+)", line):
-                cycles += walk(call[1], times, in_loop)
-            elif estimate := re.search(r'"estimated_cycles":"(\d+)"', line):
-                cycles += times * int(estimate[1]) * (int(estimate[1]) < 10**15)  # beyond: the compiler does not know
-            if found := re.search(rf" = (\S.*?) ({COLLECTIVES})(?:-start)?\(", line):
-                shapes = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
-                size = sum(HLO_BYTES[dtype] * math.prod(map(int, filter(None, of.split(",")))) for dtype, of in shapes)
-                shape = ", ".join(f"{dtype}[{of}]" for dtype, of in shapes)
-                collectives.append(Collective(found[2], shape, size, times, in_loop))
-        return cycles
-
-    collectives: list[Collective] = []
-    return walk(entry, 1, False), [one for one in collectives if one.times]
+    cycles, found = 0, collections.Counter()
+    for one, _, times, looped in walk_hlo(text, trips):
+        if estimate := re.search(r'"estimated_cycles":"(\d+)"', one.attributes):
+            cycles += times * int(estimate[1]) * (int(estimate[1]) < 10**15)  # beyond: it does not know
+        if (kind := one.kind.removesuffix("-start")) in COLLECTIVES:
+            shape = re.sub(r"\{.*?\}|/\*.*?\*/|[()]", "", re.sub(r"\([\d,]*\)", "", one.shape))
+            found[kind, shape, looped] += times
+    return cycles, [Collective(kind, shape, bytes_in(shape), n, looped) for (kind, shape, looped), n in found.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -489,13 +528,14 @@ def make_plan(
     adapter = {path: jax.ShapeDtypeStruct(of, np.float32, sharding=whole) for path, of in model.shapes.items()}
     further = tuple(shape(dtype, TARGETS - 1, rows, row_len) for dtype in (np.int32, np.float32))
     numbers = shape(np.int32, 5, rows, row_len), shape(np.float32, len(TokenInputs._fields), rows, row_len)
-    formats = None
-    if device.platform == "tpu":  # its compiler makes second copies of stacked weights in the layout that it wants
-        formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), model.base)
+    base, formats = model.base, None
+    if device.platform in CHOOSY:  # an array has a layout already: only a shape leaves the choice
+        base = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), base)
+        formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), base)
     if gradient is None or formats is not None:
         gradient = programs(model, blocks, formats=formats).gradient
     args = (adapter, adapter, np.float32(1), *numbers, further, np.int32(1), np.int32(0))
-    lowered = gradient.lower(model.base, model.head, *args)
+    lowered = gradient.lower(base, model.head, *args)
     try:
         compiled = lowered.compile()
     except Exception as error:
@@ -516,6 +556,13 @@ def make_plan(
     hidden = tokens * model.head.shape[1] * model.dtype.itemsize // model.mesh.size
     layers = model.hf_config["num_hidden_layers"]
     saved = hidden * layers if model.config.remat == "full" or model.scanned else 0
+    # What the TPU's compiler holds against its memory is the peak; its temp counts gaps: it passes 113 of 95 GiB so.
+    report = {
+        "arguments": analysis.argument_size_in_bytes,
+        "temp": analysis.temp_size_in_bytes,
+        "peak": analysis.peak_memory_in_bytes,
+    }
+    temp = report["peak"] - report["arguments"] if device.platform == "tpu" else report["temp"]
     return Plan(
         rows=rows,
         row_len=row_len,
@@ -529,14 +576,10 @@ def make_plan(
             "a tile's tokens": one(numbers, further),
         },
         temp={
-            "activations kept between layers": min(saved, analysis.temp_size_in_bytes),
-            "a layer, a tile of the loss": max(analysis.temp_size_in_bytes - saved, 0),
+            "activations kept between layers": min(saved, temp),
+            "a layer, a tile of the loss": max(temp - saved, 0),
         },
-        report={
-            "arguments": analysis.argument_size_in_bytes,
-            "temp": analysis.temp_size_in_bytes,
-            "peak": analysis.peak_memory_in_bytes,
-        },
+        report=report,
         limit_bytes=_memory_limit(model),
         collectives=collectives,
         seconds=seconds,
@@ -602,7 +645,7 @@ def table(plan: Plan) -> str:
     lines += [row(name, size) for name, size in {**plan.held, **plan.temp, "total": plan.total_bytes}.items()]
     if plan.limit_bytes is not None:
         lines += [row("of", plan.limit_bytes), row("spare", plan.limit_bytes - plan.total_bytes)]
-    lines += [row("peak by the compiler", plan.report["peak"]), ""]
+    lines.append("")
     for one in sorted(plan.collectives, key=lambda one: -one.bytes * one.times):
         moved = one.bytes * one.times
         if moved >= 2**20:
@@ -615,6 +658,15 @@ def table(plan: Plan) -> str:
         ]
         lines[-1] += f" {100 * plan.mfu:.0f} %"
     return "\n".join(lines)
+
+
+def laid_out(model: Model, formats: Any) -> Model:
+    """The model with its base as `formats` say. Each array is given up as it is copied: the old model is of no use."""
+    leaves, tree = jax.tree.flatten(model.base)
+    tied = next((i for i, leaf in enumerate(leaves) if leaf is model.head), None)
+    moved = [jax.device_put(leaf, to, donate=True) for leaf, to in zip(leaves, jax.tree.leaves(formats), strict=True)]
+    head = model.head if tied is None else moved[tied]
+    return dataclasses.replace(model, base=jax.tree.unflatten(tree, moved), head=head)
 
 
 def _bytes_a_device(leaf: Any) -> int:
@@ -682,8 +734,7 @@ class Trainer:
         if self.config.rows is None and jax.default_backend() != "cpu":  # which gains nothing by more
             self._set_rows(times * self.rows)
         if plan.formats is not None:
-            base = jax.tree.map(lambda leaf, to: jax.device_put(leaf, to, donate=True), self.model.base, plan.formats)
-            self.model = dataclasses.replace(self.model, base=base)
+            self.model = laid_out(self.model, plan.formats)
 
     def create(self, model_id: str, *, seed: int, rank: int, train_attn: bool = True, train_mlp: bool = True) -> None:
         """A fresh adapter. ValueError when all places are taken."""
@@ -967,30 +1018,33 @@ def topology(name: str) -> list:
 
 
 def largest(make: Callable[[int], Plan], known: Plan, size: Callable[[Plan], int], unit: int) -> Plan:
-    """The largest plan that fits: memory grows with the tokens, so the next size is where a line would meet the limit.
+    """The largest plan that fits, `known` where even that does not.
 
+    Memory grows with the tokens, nearly along a line: the next size asked for is where it would meet the limit.
     make: size, a multiple of `unit` -> its plan.
     """
     limit = known.limit_bytes
     assert limit is not None
-    below, above = known, None  # the largest that fits, the smallest size that does not
-    slope = sum(known.temp.values()) / size(known)
-    while True:
+    below, slope = known, sum(known.temp.values()) / size(known)
+    above: int | None = None  # the smallest size known not to fit
+    while below.total_bytes <= limit:
         guess = size(below) + int((limit - below.total_bytes) / slope)
-        guess = min(guess, above - unit if above else guess) // unit * unit
+        if above is not None:
+            guess = min(max(guess, size(below) + unit), above - unit)
+        guess = guess // unit * unit
         if guess <= size(below):
-            return below
+            break
         try:
             plan = make(guess)
-        except ValueError:
-            above = guess
-            slope = max(slope, (limit - below.total_bytes) / (guess - size(below))) * 1.02
+        except ValueError:  # the compiler has refused it, so that there is no point for a line
+            above, slope = guess, 2 * (limit - below.total_bytes) / (guess - size(below))
             continue
         slope = (plan.total_bytes - below.total_bytes) / (guess - size(below))
-        if plan.total_bytes > limit:
-            above = guess
-        else:
+        if plan.total_bytes <= limit:
             below = plan
+        else:
+            above = guess
+    return below
 
 
 def main(config: PlanConfig) -> None:

@@ -37,7 +37,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,10 @@ from report import finish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from losses import score
+from trainer import Instruction, bytes_in, shapes_in, walk_hlo
 
 MIB, DEVICES = 2**20, 4
 SCORE_TILE = 512  # tokens of a tile of losses.score, its default
-COMPUTATION = re.compile(r"(ENTRY )?%(\S+) \(.*\{$")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z-]+)\((.*?)\)(.*)")
-CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([^\s,})]+)")
 # What a device sends in a ring, as a multiple of the bytes of the collective's result.
 RING = {
     "all-gather": (DEVICES - 1) / DEVICES,
@@ -143,94 +141,37 @@ def compiled(form: Form, config: Config, mesh: Mesh) -> Any:
     return jax.jit(jax.value_and_grad(total)).lower(hidden, head, targets, cotangents).compile()
 
 
-# ---- reading the compiled program
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    name: str
-    shape: str  # of the result, "f32[512,1024]{1,0}"; of a tuple all of them
-    kind: str
-    operands: tuple[str, ...]
-    attributes: str
-
-
-def parse(hlo: str) -> tuple[str, dict[str, list[Instruction]]]:
-    """(the entry's name, computation -> its instructions)."""
-    entry, computations, name = "", {}, ""
-    for line in hlo.splitlines():
-        if start := COMPUTATION.match(line):
-            name = start[2]
-            computations[name] = []
-            entry = name if start[1] else entry
-        elif found := INSTRUCTION.match(line):
-            result, shape, kind, operands, attributes = found.groups()
-            names = tuple(re.findall(r"%([^\s,)]+)", operands))
-            computations[name].append(Instruction(result, shape, kind, names, attributes))
-    return entry, computations
-
-
-def walk(hlo: str, visits: int) -> Iterator[tuple[Instruction, dict[str, Instruction], int, bool]]:
-    """Every instruction, the others of its computation by name, how often it runs, and whether inside a loop."""
-    entry, computations = parse(hlo)
-
-    def visit(name: str, times: int, looped: bool) -> Iterator:
-        around = {instruction.name: instruction for instruction in computations[name]}
-        for instruction in around.values():
-            yield instruction, around, times, looped
-            assert instruction.kind != "conditional", "its branches do not all run"
-            often = 1
-            if is_loop := instruction.kind == "while":
-                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-                often = int(known[1]) if known else visits
-                assert often, f"{instruction.name}: how often does it run?"
-            for called in CALLED.findall(instruction.attributes):
-                yield from visit(called, times * often, looped or is_loop)
-
-    return visit(entry, 1, False)
-
-
-def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    found = re.findall(r"(pred|[a-z]+\d+)\[([\d,]*)\]", text)
-    return [(dtype, tuple(map(int, filter(None, sizes.split(","))))) for dtype, sizes in found]
-
-
-def size_bytes(text: str) -> int:
-    width = lambda dtype: 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
-    return sum(width(dtype) * math.prod(sizes) for dtype, sizes in shapes(text))
+# ---- the report
 
 
 def flops(dot: Instruction, around: dict[str, Instruction]) -> int:
     found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
     assert found is not None
-    ((_, left),), ((_, result),) = shapes(around[dot.operands[0]].shape), shapes(dot.shape)
+    ((_, left),), ((_, result),) = shapes_in(around[dot.operands[0]].shape), shapes_in(dot.shape)
     return 2 * math.prod(result) * math.prod(left[int(dim)] for dim in found[1].split(","))
-
-
-# ---- the report
 
 
 def measure(form: Form, config: Config, mesh: Mesh) -> dict[str, Any]:
     program = compiled(form, config, mesh)
     products, collectives, large = 0, Counter(), {config.vocabulary, config.vocabulary // DEVICES}
     in_loop = False
-    for instruction, around, times, looped in walk(program.as_text(), form.visits(config.tokens)):
+    for instruction, around, times, looped in walk_hlo(program.as_text(), {"tiles": form.visits(config.tokens)}):
         if instruction.kind == "dot":
             products += times * flops(instruction, around)
         assert "custom-call" not in instruction.kind, f"{instruction.name} may hide a product"
         if instruction.kind in RING:
             shape = re.sub(r"\{[\d,]*\}|/\*.*?\*/", "", instruction.shape)
             collectives[instruction.kind, shape, looped] += times
-            in_loop |= looped and any(large & set(sizes) for _, sizes in shapes(shape))
+            in_loop |= looped and any(large & set(sizes) for _, sizes in shapes_in(shape))
     share = 2 * config.tokens * config.width * config.vocabulary / DEVICES
-    moved = [(RING[kind] * size_bytes(shape) * n / MIB, kind, shape, n) for (kind, shape, _), n in collectives.items()]
+    moved = [(RING[kind] * bytes_in(shape) * n / MIB, kind, shape, n) for (kind, shape, _), n in collectives.items()]
     return {
         "temp_mib": round(program.memory_analysis().temp_size_in_bytes / MIB, 1),
         "products": round(products / share, 3),
         "moved_mib": round(sum(each[0] for each in moved), 1),
         "vocabulary_in_loop": in_loop,
         "collectives": [
-            {"kind": kind, "shape": shape, "bytes": size_bytes(shape), "times": n, "moved_mib": round(mib, 3)}
+            {"kind": kind, "shape": shape, "bytes": bytes_in(shape), "times": n, "moved_mib": round(mib, 3)}
             for mib, kind, shape, n in sorted(moved, reverse=True)
         ],
     }

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from collections import Counter
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import model as model_module
 from losses import LOSSES
 from trainer import (
     ADAM,
@@ -436,6 +438,25 @@ def test_rows_are_chosen_by_the_compilers_count_of_bytes(demo, monkeypatch):
     monkeypatch.setattr("trainer._memory_limit", lambda model: held + temp - 1)
     with pytest.raises(ValueError, match=f"--row-len is {ROW}"):
         few.warm_up()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_that_the_compiler_lays_out_gives_the_same_numbers(state_dir, tmp_path, monkeypatch, tied):
+    folder = model_module.write_demo(tmp_path / "demo")
+    config = model_module.DEMO_CONFIG | {"tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config))
+    model_module.save_file(model_module.random_weights(config, seed=0), folder / "model.safetensors")
+    results = []
+    for choosy in ((), ("cpu",)):
+        monkeypatch.setattr("trainer.CHOOSY", choosy)
+        model = model_module.load(model_module.ModelConfig(model=str(folder)), state_dir=state_dir)
+        trainer = Trainer(model, TrainerConfig(row_len=ROW))
+        trainer.warm_up()
+        assert (trainer.model is model) == (not choosy)
+        trainer.create("a", seed=1, rank=4)
+        results.append([fb(trainer, "a", [datum(1), datum(2)])[0], bits(trainer, "a")])
+    assert same(results[0][0], results[1][0]) and same(results[0][1], results[1][1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model.base))  # no second copy stays
 
 
 def test_a_model_that_sees_across_segments_gets_a_row_for_each_sequence(demo, adapter):

@@ -1,0 +1,272 @@
+"""What the TPU's compiler says of the step, for chips that are not here (`tpu_compile`), and what chips would (`tpu`).
+
+Run: `uv run --group topology pytest tests/test_tpu.py`; on a TPU VM `uv run --extra tpu pytest -m tpu`.
+"""
+
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from maxtext.layers.attention_op import AttentionOp
+
+import model as model_module
+import trainer as trainer_module
+from losses import target_logprobs
+from model import ModelConfig, abstract, load
+from trainer import CHIPS, GIB, Blocks, Plan, largest, make_plan, read_hlo, topology
+
+MIB = 2**20
+CHIP = CHIPS["TPU v5p"]
+LAYERS, DENSE_V = 64, 248_320
+DENSE = dict(  # 27.4 billion parameters
+    architectures=["Qwen3ForCausalLM"],
+    hidden_size=5120,
+    intermediate_size=20_480,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    vocab_size=DENSE_V,
+    rope_theta=1e6,
+    max_position_embeddings=131_072,
+)
+tpu_compile = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu: uv sync --group topology"),
+]
+
+
+# ---- the arithmetic around the compiler
+
+
+HLO = """
+HloModule step
+
+%body (p: s32[]) -> s32[] {
+  %w = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%x), dimensions={0}
+  %f = f32[4]{0} fusion(%w), kind=kLoop, backend_config={"estimated_cycles":"10"}
+}
+
+%condition (p: s32[]) -> pred[] {
+  %c = s32[] constant(5)
+}
+
+%traced (p: s32[]) -> s32[] {
+  %g = (f32[2,3]{1,0}, bf16[4]{0}) all-reduce(%x, %y), to_apply=%add
+  %u = f32[4]{0} fusion(%w), kind=kLoop, backend_config={"estimated_cycles":"1000"}
+}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %s = f32[] add(%x, %y)
+}
+
+%known (p: s32[]) -> pred[] {
+  %z = pred[] compare(%n, %m)
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %l = s32[] while(%s), condition=%condition, body=%body, metadata={op_name="jit(step)/jvp()/while"}
+  %t = s32[] while(%s), condition=%known, body=%traced, metadata={op_name="jit(step)/jvp(tiles)/while"}
+  %o = s32[] while(%s), condition=%known, body=%traced, metadata={op_name="jit(step)/further/while"}
+  %e = f32[4]{0} fusion(%w), kind=kLoop, backend_config={"estimated_cycles":"7"}
+  ROOT %q = f32[4]{0} fusion(%w), kind=kLoop, backend_config={"estimated_cycles":"9223372036854775807"}
+}
+"""
+
+
+def test_loops_multiply_cycles_and_collectives_by_their_trips():
+    cycles, collectives = read_hlo(HLO, {"tiles": 3, "further": 0})
+    assert cycles == 5 * 10 + 3 * 1000 + 7
+    assert [tuple(one) for one in collectives] == [
+        ("all-gather", "bf16[8,16]", 256, 5, True),
+        ("all-reduce", "f32[2,3], bf16[4]", 32, 3, True),
+    ]
+
+
+def made_up(row_len: int, *, limit: int = 10_000, bend: float = 0.0) -> Plan:
+    temp = int(2 * row_len + bend * row_len**2)
+    if temp + 1000 > 1.5 * limit:
+        raise ValueError("too large even for the compiler")
+    return Plan(
+        rows=1,
+        row_len=row_len,
+        blocks=Blocks(),
+        held={"base": 1000},
+        temp={"step": temp},
+        report={},
+        limit_bytes=limit,
+        collectives=[],
+        seconds=None,
+        mfu=None,
+        formats=None,
+    )
+
+
+@pytest.mark.parametrize("bend", [0.0, 0.001, -0.0001])
+@pytest.mark.parametrize("start", [64, 1024])
+def test_the_search_ends_at_the_largest_size_that_fits(bend, start):
+    asked = []
+
+    def make(size):
+        asked.append(size)
+        return made_up(size, bend=bend)
+
+    found = largest(make, made_up(start, bend=bend), lambda plan: plan.row_len, 64).row_len
+    sizes = range(64, 8192, 64)
+    assert found == max(size for size in sizes if 1000 + int(2 * size + bend * size**2) <= 10_000)
+    assert len(asked) <= 8
+
+
+def test_a_plan_names_every_byte_the_program_is_given(sharded_demo):
+    plan = make_plan(sharded_demo, Blocks(), rows=4, row_len=64, max_adapters=1)
+    adapter = sum(4 * np.prod(shape) for shape in sharded_demo.shapes.values())
+    outside = plan.held["their moments"] + adapter  # two moments; the second gradient
+    assert abs((sum(plan.held.values()) - outside) / plan.report["arguments"] - 1) <= 0.03
+    assert sum(plan.temp.values()) == plan.report["temp"]
+    (gathers,) = [one.times for one in plan.collectives if one.kind == "all-gather" and "128,256" in one.shape]
+    assert gathers == 4  # two such matrices in each of two layers, once for both passes: no scan, no remat
+
+
+def test_the_abstract_model_is_the_loaded_one_in_shapes(sharded_demo, state_dir):
+    other = abstract(ModelConfig(), devices=jax.devices())
+    shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
+    assert shapes(other.base) == shapes(sharded_demo.base) and shapes(other.head) == shapes(sharded_demo.head)
+    assert other.shapes == sharded_demo.shapes and other.parameters == sharded_demo.parameters
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("qwen3-30b-a3b", "architecture qwen3_moe is not served"),
+        ("no-such-model", "no such model directory: no-such-model"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(name, says):
+    with pytest.raises(ValueError, match=says):
+        abstract(ModelConfig(model=name), devices=jax.devices())
+
+
+# ---- the same numbers from the TPU's attention, run by its interpreter
+
+
+def test_splash_attention_and_plain_attention_give_the_same_hidden_states(state_dir, monkeypatch):
+    """Called by name: which of the two MaxText takes depends on the device alone."""
+    config = model_module.DEMO_CONFIG | dict(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
+    folder = state_dir / "wide"
+    model_module.write_demo(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    model_module.save_file(model_module.random_weights(config, seed=0), folder / "model.safetensors")
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 260, (1, 512)).astype(np.int32)
+    lengths = (200, 150, 130)  # and 32 of padding
+    segments = np.repeat([1, 2, 3, 0], [*lengths, 32]).astype(np.int32)[None]
+    positions = np.concatenate([*map(np.arange, lengths), np.arange(32)]).astype(np.int32)[None]
+    demo = load(ModelConfig(model=str(folder)), state_dir=state_dir, devices=jax.devices()[:1])
+    run = lambda tokens: np.asarray(jax.jit(demo.hidden)(demo.base, demo.zeros(), tokens, positions, segments))
+    plain = run(tokens)
+    with pltpu.force_tpu_interpret_mode(), monkeypatch.context() as patch:
+
+        def splash(op, *, query, key, value, decoder_segment_ids, **_):
+            return op.tpu_flash_attention(query, key, value, decoder_segment_ids)[0], None, None
+
+        patch.setattr(AttentionOp, "apply_attention", splash)
+        jax.clear_caches()
+        flash, others = run(tokens), run(np.where(segments == 1, 7, tokens))  # another first sequence
+    live = segments[0] > 0
+    assert not np.array_equal(flash, plain)  # it is another program
+    np.testing.assert_allclose(flash[0, live], plain[0, live], atol=2e-5)
+    np.testing.assert_array_equal(others[0, 200:480], flash[0, 200:480])
+
+
+# ---- what the compiler says
+
+
+def dense(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("dense")
+    (folder / "config.json").write_text(json.dumps(DENSE))
+    return str(folder)
+
+
+def planned(name: str, row_len: int, *, rows: int = 4, blocks: Blocks) -> tuple:
+    model = abstract(ModelConfig(model=name, remat="full"), devices=topology("v5p:2x2x1"))
+    return model, make_plan(model, blocks, rows=rows, row_len=row_len, max_adapters=1)
+
+
+def check_collectives(model, plan) -> None:
+    config = model.hf_config
+    axes = lambda one: set(map(int, re.findall(r"(?<=[\[,])\d+", one.shape)))
+    loops = [one for one in plan.collectives if one.looped]
+    vocabulary = {config["vocab_size"], config["vocab_size"] // model.fsdp}
+    assert not any(vocabulary & axes(one) for one in loops)
+    # the base: layer by layer, so no gather outside of the loops is as large as one layer's largest matrix
+    matrix = 2 * config["hidden_size"] * config["intermediate_size"]
+    layers = [one for one in loops if one.kind == "all-gather" and one.times % config["num_hidden_layers"] == 0]
+    assert max(one.bytes for one in layers) == matrix
+    assert all(one.bytes < matrix for one in plan.collectives if one.kind == "all-gather" and not one.looped)
+    # the adapter's gradients: each once, in the base's dtype
+    rank = str(model.config.max_rank)
+    reduced = [one for one in plan.collectives if one.kind == "all-reduce" and f"{rank}]" in one.shape]
+    adapter = sum(np.prod(shape) for shape in model.shapes.values())
+    assert sum(one.bytes * one.times for one in reduced) == 2 * adapter
+
+
+@pytest.fixture(scope="module")
+def eight_billion():
+    return planned("qwen3-8b", 22_528, blocks=Blocks(2048, 4096))
+
+
+class TestCompiled:
+    pytestmark = tpu_compile
+
+    def test_qwen3_8b_at_its_long_context_peaks_below_16_5_gib_a_chip(self, eight_billion):
+        model, plan = eight_billion
+        assert plan.report["peak"] <= 16.5 * GIB
+        check_collectives(model, plan)
+        outside = plan.held["their moments"] + plan.held["their gradients, and a call's"] // 2
+        assert abs(plan.total_bytes / (plan.report["peak"] + outside) - 1) <= 0.03
+
+    @pytest.mark.parametrize("row_len, most_gib", [(20_480, 34), (65_536, CHIP.hbm_bytes / GIB)])
+    def test_a_27b_model_fits_its_long_context(self, tmp_path_factory, row_len, most_gib):
+        _, plan = planned(dense(tmp_path_factory), row_len, blocks=Blocks(1024, 16_384))
+        assert plan.report["peak"] <= most_gib * GIB
+        assert plan.total_bytes <= CHIP.hbm_bytes
+
+    def test_the_log_probs_take_370_mib_and_275_ms_on_one_chip(self):
+        mesh = jax.sharding.Mesh(np.array(topology("v5p:2x2x1")[:1]), ("fsdp",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+        arguments = (
+            shape(jnp.bfloat16, 20_480, 5120),
+            shape(jnp.bfloat16, DENSE_V, 5120),
+            shape(np.int32, 20_480),
+            shape(np.float32, 20_480),
+        )
+
+        def loss(hidden, head, targets, cotangents):
+            return (target_logprobs(hidden, head, targets, tile=2048, block=4096) * cotangents).sum()
+
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes <= 370 * MIB
+        cycles, _ = read_hlo(compiled.as_text(), {"tiles": 10})
+        assert 227 <= 1e3 * cycles / CHIP.hz <= 275  # below the roofline nothing was counted
+
+
+# ---- with chips
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(jax.default_backend() != "tpu", reason="no TPU here")
+class TestOnChips:
+    def test_a_real_step_takes_what_the_plan_says(self, state_dir):
+        model = load(ModelConfig(), state_dir=state_dir)
+        trainer = trainer_module.Trainer(model, trainer_module.TrainerConfig())
+        plan = trainer.plan()
+        trainer.warm_up()
+        peak = max(device.memory_stats()["peak_bytes_in_use"] for device in model.mesh.local_devices)
+        print(f"measured peak {peak / GIB:.3f} GiB, planned {plan.total_bytes / GIB:.3f}")
+        assert peak <= 1.03 * plan.total_bytes
