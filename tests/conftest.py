@@ -1,9 +1,9 @@
-"""Every test runs on the CPU: four virtual devices in this process, one in the servers that it starts."""
+"""Every test but those marked tpu runs on the CPU: four virtual devices in this process, one in its servers."""
 
 import os
 import tempfile
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked tpu are run with tpu,cpu
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -80,7 +80,7 @@ def running(demo, tmp_path_factory):
     engine.close()
 
 
-def check_agreement(trainer, engine, folders):
+def check_agreement(trainer, engine, folders, atol=1e-4):
     futures = [
         (name, engine.submit(request(n=3, seed=i, prompt_logprobs=True), folder))
         for i in range(2)
@@ -90,8 +90,8 @@ def check_agreement(trainer, engine, folders):
         answer = future.result()
         for sequence in answer.sequences:
             expected = score(trainer, name, np.concatenate([PROMPT, sequence.tokens]))
-            np.testing.assert_allclose(answer.prompt_logprobs[1:], expected[: len(PROMPT) - 1], atol=1e-4)
-            np.testing.assert_allclose(sequence.logprobs, expected[len(PROMPT) - 1 :], atol=1e-4)
+            np.testing.assert_allclose(answer.prompt_logprobs[1:], expected[: len(PROMPT) - 1], atol=atol)
+            np.testing.assert_allclose(sequence.logprobs, expected[len(PROMPT) - 1 :], atol=atol)
 
 
 def test_sampled_log_probs_are_the_trainers_for_two_adapters_and_the_base_in_one_batch(running):

@@ -1,6 +1,7 @@
 """What the TPU's compiler says of the step, for chips that are not here (`tpu_compile`), and what chips would (`tpu`).
 
-Run: `uv run --group topology pytest tests/test_tpu.py`; on a TPU VM `uv run --extra tpu pytest -m tpu`.
+Run: `uv run --group topology pytest tests/test_tpu.py`
+On a TPU VM: `JAX_PLATFORMS=tpu,cpu uv run --extra tpu pytest -n 0 -s -m tpu`
 """
 
 import importlib.util
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_sampler
+import test_trainer
 from jax.experimental.pallas import tpu as pltpu
 from maxtext.layers.attention_op import AttentionOp
 
@@ -230,10 +233,13 @@ class TestCompiled:
         outside = plan.held["their moments"] + plan.held["their gradients, and a call's"] // 2
         assert abs(plan.total_bytes / (plan.report["peak"] + outside) - 1) <= 0.03
 
-    @pytest.mark.parametrize("row_len, most_gib", [(20_480, 34), (65_536, CHIP.hbm_bytes / GIB)])
-    def test_a_27b_model_fits_its_long_context(self, tmp_path_factory, row_len, most_gib):
-        _, plan = planned(dense(tmp_path_factory), row_len, blocks=Blocks(1024, 16_384))
-        assert plan.report["peak"] <= most_gib * GIB
+    def test_a_27b_model_peaks_below_34_gib_a_chip(self, tmp_path_factory):
+        _, plan = planned(dense(tmp_path_factory), 20_480, blocks=Blocks(1024, 16_384))
+        assert plan.report["peak"] <= 34 * GIB
+
+    @pytest.mark.slow
+    def test_a_27b_model_fits_three_times_that_context(self, tmp_path_factory):
+        _, plan = planned(dense(tmp_path_factory), 65_536, blocks=Blocks(1024, 16_384))
         assert plan.total_bytes <= CHIP.hbm_bytes
 
     def test_the_log_probs_take_370_mib_and_275_ms_on_one_chip(self):
@@ -256,17 +262,38 @@ class TestCompiled:
         assert 227 <= 1e3 * cycles / CHIP.hz <= 275  # below the roofline nothing was counted
 
 
-# ---- with chips
+# ---- with chips: what only they can say. bfloat16 products leave a few hundredths of a nat
+
+
+@pytest.fixture(scope="module")
+def on_chips(state_dir):
+    return load(ModelConfig(), state_dir=state_dir)
 
 
 @pytest.mark.tpu
 @pytest.mark.skipif(jax.default_backend() != "tpu", reason="no TPU here")
 class TestOnChips:
-    def test_a_real_step_takes_what_the_plan_says(self, state_dir):
-        model = load(ModelConfig(), state_dir=state_dir)
-        trainer = trainer_module.Trainer(model, trainer_module.TrainerConfig())
+    def test_a_real_step_takes_what_the_plan_says(self, on_chips):
+        trainer = trainer_module.Trainer(on_chips, trainer_module.TrainerConfig())
         plan = trainer.plan()
         trainer.warm_up()
-        peak = max(device.memory_stats()["peak_bytes_in_use"] for device in model.mesh.local_devices)
+        peak = max(device.memory_stats()["peak_bytes_in_use"] for device in on_chips.mesh.local_devices)
         print(f"measured peak {peak / GIB:.3f} GiB, planned {plan.total_bytes / GIB:.3f}")
         assert peak <= 1.03 * plan.total_bytes
+
+    def test_chips_and_cpu_agree_on_a_packed_tile(self, state_dir):
+        lengths, scores = np.random.default_rng(0).integers(9, 99, 40), []
+        for devices in (jax.devices(), jax.devices("cpu")[:1]):
+            model = load(ModelConfig(dtype="float32"), state_dir=state_dir, devices=devices)
+            trainer = trainer_module.Trainer(model, trainer_module.TrainerConfig(row_len=512))
+            trainer.warm_up()
+            trainer.create("a", seed=0, rank=8)
+            data = [test_trainer.datum(i, int(n)) for i, n in enumerate(lengths)]
+            scores.append(np.concatenate(test_trainer.fb(trainer, "a", data, backward=False)[0]))
+        print(f"largest gap {abs(scores[0] - scores[1]).max():.2e} nats")
+        np.testing.assert_allclose(*scores, atol=0.05)
+
+    def test_adapters_swapped_while_others_decode_sample_their_own_distribution(self, state_dir, tmp_path):
+        trainer, engine, folders = test_sampler.loop(load(ModelConfig(), state_dir=state_dir), tmp_path, slots=6)
+        test_sampler.check_agreement(trainer, engine, folders, atol=0.1)
+        engine.close()
