@@ -597,15 +597,16 @@ def choose_blocks(model: Model) -> Blocks:
     if (device := model.mesh.devices.flat[0]).platform != "tpu":
         return Blocks()
     key = f"{device.device_kind}-{model.mesh.size}-{model.vocab_size}-{model.head.shape[1]}-{model.dtype}"
-    cache = Path(jax.config.jax_compilation_cache_dir or os.devnull)
-    kept = cache / f"blocks-{key.replace(' ', '-')}.json"
-    if kept.is_file():
+    cache = jax.config.jax_compilation_cache_dir
+    kept = Path(cache) / f"blocks-{key.replace(' ', '-')}.json" if cache else None
+    if kept and kept.is_file():
         return Blocks(**json.loads(kept.read_text()))
     asked = [Blocks(tile, block) for tile in (1024, 2048) for block in (4096, 16384)]
-    seconds = {blocks: _loss_cycles(model, blocks) for blocks in asked}
-    log.info("cycles of the loss: %s", seconds)
-    best = min(seconds, key=seconds.__getitem__)
-    if cache.is_dir():
+    cycles = {blocks: _loss_cycles(model, blocks) for blocks in asked}
+    log.info("cycles of the loss: %s", cycles)
+    best = min(cycles, key=cycles.__getitem__)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(best._asdict()))
     return best
 
@@ -682,11 +683,7 @@ class Trainer:
         rows = config.rows if config.rows is not None else model.fsdp
         usual = 256 if jax.default_backend() == "cpu" else 512  # attention is quadratic: a CPU feels it that early
         self.row_len = config.row_len if config.row_len is not None else usual
-        if rows < 1 or rows % model.fsdp:
-            raise ValueError(f"--rows is {rows}; it must be a multiple of the {model.fsdp} devices of the fsdp axis")
-        longest = model.hf_config["max_position_embeddings"]
-        if not 1 < self.row_len <= longest:
-            raise ValueError(f"--row-len is {self.row_len}; {model.name} takes 2..{longest} tokens")
+        check_shape(model, rows=rows, row_len=self.row_len)
         self.adapters: dict[str, AdapterState] = {}
         self._place = lambda arrays: jax.device_put(arrays, model.sharding(None, "fsdp"))
         self.blocks = choose_blocks(model)
@@ -937,6 +934,14 @@ def _patiently(run: Callable[[], None], free: Callable[[], None]) -> None:
         time.sleep(wait_s)
 
 
+def check_shape(model: Model, *, rows: int, row_len: int) -> None:
+    if rows < 1 or rows % model.fsdp:
+        raise ValueError(f"--rows is {rows}; it must be a multiple of the {model.fsdp} devices of the fsdp axis")
+    longest = model.hf_config["max_position_embeddings"]
+    if not 1 < row_len <= longest:
+        raise ValueError(f"--row-len is {row_len}; {model.name} takes 2..{longest} tokens")
+
+
 def _memory_limit(model: Model) -> int | None:
     """Bytes of the smallest device of the mesh; None where nothing says so. CPU devices share the machine's memory."""
     first = model.mesh.devices.flat[0]
@@ -1051,7 +1056,11 @@ def main(config: PlanConfig) -> None:
     devices = topology(config.topology) if config.topology else jax.devices()
     options = ModelConfig(model=config.model, max_rank=config.rank, remat=config.remat)
     model = abstract(options, devices=devices)
-    blocks, rows = choose_blocks(model), config.rows if config.rows is not None else model.fsdp
+    rows = config.rows if config.rows is not None else model.fsdp
+    check_shape(model, rows=rows, row_len=config.row_len)
+    if config.adapters < 1:
+        raise ValueError(f"--adapters is {config.adapters}; it must be at least 1")
+    blocks = choose_blocks(model)
     make = lambda rows, row_len: make_plan(model, blocks, rows=rows, row_len=row_len, max_adapters=config.adapters)
     plan = make(rows, config.row_len)
     print(table(plan))
