@@ -21,7 +21,7 @@ import model as model_module
 import trainer as trainer_module
 from losses import target_logprobs
 from model import ModelConfig, abstract, load
-from trainer import CHIPS, GIB, Blocks, Plan, largest, make_plan, read_hlo, topology
+from trainer import CHIPS, GIB, Blocks, Plan, choose_blocks, largest, make_plan, read_hlo, topology
 
 MIB = 2**20
 CHIP = CHIPS["TPU v5p"]
@@ -241,6 +241,26 @@ class TestCompiled:
     def test_a_27b_model_fits_three_times_that_context(self, tmp_path_factory):
         _, plan = planned(dense(tmp_path_factory), 65_536, blocks=Blocks(1024, 16_384))
         assert plan.total_bytes <= CHIP.hbm_bytes
+
+    @pytest.mark.slow
+    def test_the_walk_over_the_head_is_the_cheapest_and_chosen_once(self, tmp_path, monkeypatch):
+        asked, estimate = {}, trainer_module._loss_cycles
+
+        def counted(model, blocks):
+            asked[blocks] = estimate(model, blocks)
+            return asked[blocks]
+
+        monkeypatch.setattr(trainer_module, "_loss_cycles", counted)
+        before = jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        jax.config.update("jax_enable_compilation_cache", False)  # nothing compiled for a topology can be read back
+        try:
+            choices = [choose_blocks(abstract(ModelConfig(), devices=topology("v5p:2x2x1"))) for _ in range(2)]
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+            jax.config.update("jax_enable_compilation_cache", True)
+        assert len(asked) == 4 and all(cycles > 0 for cycles in asked.values())
+        assert choices[0] == choices[1] == min(asked, key=asked.__getitem__)
 
     def test_the_log_probs_take_370_mib_and_275_ms_on_one_chip(self):
         mesh = jax.sharding.Mesh(np.array(topology("v5p:2x2x1")[:1]), ("fsdp",))
