@@ -535,6 +535,7 @@ def make_plan(
     if gradient is None or formats is not None:
         gradient = programs(model, blocks, formats=formats).gradient
     args = (adapter, adapter, np.float32(1), *numbers, further, np.int32(1), np.int32(0))
+    log.info("compiling a step of %d x %d tokens", rows, row_len)
     lowered = gradient.lower(base, model.head, *args)
     try:
         compiled = lowered.compile()
@@ -1077,6 +1078,7 @@ def main(config: PlanConfig) -> None:
 if __name__ == "__main__":
     import tyro
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     try:
         main(tyro.extras.subcommand_cli_from_dict({"plan": PlanConfig}))
     except ValueError as error:
