@@ -22,6 +22,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import hmac
 import itertools
@@ -46,6 +47,7 @@ log = logging.getLogger("router")
 
 PREFILL_TOKENS = 2048  # about one engine step: a prompt with more of them uncached weighs as several requests
 COUNTED = ("affinity", "spilled", "unmatched", "retries", "ejections", "refused", "prompt_tokens", "cached_tokens")
+MOST_SAMPLES = 1024  # of one request that count: no client makes a load of its own choosing
 FORKS = 8  # ways on from a block beyond which it is a template; as many conversations of one group may begin alike
 RETRIES = 2  # of a request that broke off with its replica; if it is what kills them, it shall not kill the fleet
 CONNECT_S = 5.0
@@ -59,6 +61,7 @@ MAX_BODY_BYTES = 64 << 20
 HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"upgrade", b"te", b"trailer", b"expect"}
 OURS = HOP | {b"host", b"x-request-id", b"accept-encoding"}  # replies are read here, so replicas shall not compress
 LOST = (OSError, EOFError)  # a replica that cannot be reached, or breaks off; a timeout is an OSError too
+URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d+)?/*")
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -83,7 +86,7 @@ class RouterConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and value < 0:
+            if isinstance(value, int | float) and not value >= 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be 0 or more")
 
 
@@ -135,6 +138,7 @@ class Index:
         self.caches[replica], self.capacity[replica] = collections.OrderedDict(), capacity
 
     def remove(self, replica: Hashable) -> None:
+        self.capacity.pop(replica, None)
         for digest, version in self.caches.pop(replica, {}).items():
             self._disown(digest, version)
 
@@ -229,13 +233,15 @@ def prompt_key(payload: dict, tokenizer: Any = None) -> tuple[bytes, bool]:
     """(the prompt, whether it is token ids: 4 bytes each; text is as good, a token being about as long). Nothing if it
     is not one prompt: any replica will do.
     """
-    with contextlib.suppress(TypeError, ValueError, OverflowError, AttributeError):  # the engine will say what is wrong
+    with contextlib.suppress(Exception):  # a template's own, too: the engine will say what is wrong
         if (messages := payload.get("messages")) and tokenizer:
             chat = dict(tools=payload.get("tools"), add_generation_prompt=True, return_dict=False)
             return _ids(tokenizer.apply_chat_template(messages, **chat)), True
         if messages:
             return json.dumps(payload.get("tools")).encode() + b"".join(map(_message, messages)), False
         prompt = payload.get("prompt", payload.get("token_ids"))
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+            (prompt,) = prompt
         if isinstance(prompt, str):
             return (_ids(tokenizer(prompt)["input_ids"]), True) if tokenizer else (prompt.encode(), False)
         return _ids(prompt), True
@@ -283,11 +289,15 @@ class Replica:
     """
 
     def __init__(self, url: str, api_key: str | None, state: str = "starting"):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise ValueError(f"replica {url!r}: give it as http://host:port")
+        try:
+            parts = urlsplit(url)
+            port = parts.port if parts.port is not None else {"http": 80, "https": 443}[parts.scheme]
+        except (ValueError, KeyError):
+            port = 0
+        if not port or not URL.fullmatch(url):
+            raise ValueError(f"replica {url.rpartition('@')[2]!r}: give it as http://host:port")  # no password in a log
         self.url, self.tls = url.rstrip("/"), parts.scheme == "https"
-        self.address = parts.hostname, parts.port or (443 if self.tls else 80)
+        self.address = parts.hostname or "", port
         self.headers = f"host: {parts.netloc}\r\n".encode()
         if api_key is not None:
             self.headers += f"authorization: Bearer {api_key}\r\n".encode()
@@ -313,17 +323,28 @@ class Replica:
         """The answer; if it is a 200 its chunks go to the sink, too. Raises OSError or EOFError: the replica is lost;
         Refusal: it broke off when the sink had got something.
         """
-        while self.idle and not fresh:
+        if not fresh and (kept := self._kept()):
             answer = Answer()
             try:
-                return await self._exchange(self.idle.pop(), request, answer, sink)
-            except LOST:  # closed while it was idle, most likely: try another
+                return await self._exchange(kept, request, answer, sink)
+            except LOST:  # closed while it was idle, most likely; but only once: it may be what the request does
                 if answer.status or self.state == "out":
                     raise
         async with asyncio.timeout(CONNECT_S):
             connection = await asyncio.open_connection(*self.address, ssl=self.tls or None)
         self.open.add(connection[1])
         return await self._exchange(connection, request, Answer(), sink)
+
+    def _kept(self) -> Connection | None:
+        """An idle connection that is still good: what the replica has sent unasked would be taken for an answer. (There
+        is no public way to look.)
+        """
+        while self.idle:
+            reader, writer = self.idle.pop()
+            if not (reader._buffer or reader.at_eof() or writer.is_closing()):  # pyright: ignore[reportAttributeAccessIssue]
+                return reader, writer
+            self.drop(writer)
+        return None
 
     async def _exchange(self, connection: Connection, request: bytes, answer: Answer, sink: Sink | None) -> Answer:
         """Keeps the connection if the answer came whole; ends it, and what is still being generated, otherwise."""
@@ -464,19 +485,29 @@ class Router:
         prompts = call.payload.get("prompt")
         if sink or not isinstance(prompts, list) or len(prompts) < 2 or not isinstance(prompts[0], list | str):
             return await self.forward(call, sink)
+        if len(prompts) > self.config.max_in_flight:
+            raise ValueError(f"prompt holds {len(prompts)} prompts; at most {self.config.max_in_flight} are in flight")
         alone = lambda i, prompt: dataclasses.replace(
             call, payload=call.payload | {"prompt": prompt}, body=b"", request_id=b"%b-%d" % (call.request_id, i)
         )
-        answers = await asyncio.gather(*(self.forward(alone(i, prompt)) for i, prompt in enumerate(prompts)))
+        tasks = [asyncio.create_task(self.forward(alone(i, prompt))) for i, prompt in enumerate(prompts)]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:  # one has failed, or the client has left: nobody wants the others
+            for task in tasks:
+                task.cancel()
         if failed := [answer for answer in answers if answer.status != 200]:
             return failed[0]
-        parts, usage = [json.loads(answer.body) for answer in answers], collections.Counter()
-        for part in parts:
-            usage.update({name: n for name, n in (part.get("usage") or {}).items() if isinstance(n, int)})
-        choices = [choice | {"index": i} for i, choice in enumerate(c for part in parts for c in part["choices"])]
-        return dataclasses.replace(
-            answers[0], body=json.dumps(parts[0] | {"choices": choices, "usage": usage}).encode()
-        )
+        usage = collections.Counter()
+        try:
+            parts = [json.loads(answer.body) for answer in answers]
+            for part in parts:
+                usage.update({name: n for name, n in (part.get("usage") or {}).items() if isinstance(n, int)})
+            choices = [choice | {"index": i} for i, choice in enumerate(c for part in parts for c in part["choices"])]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Refusal(502, f"an answer to one prompt of the batch is none of an engine's: {error!r}") from error
+        body = json.dumps(parts[0] | {"choices": choices, "usage": usage}).encode()
+        return dataclasses.replace(answers[0], body=body)
 
     async def forward(self, call: Call, sink: Sink | None = None) -> Answer:
         """The answer of the replica that suits the call best.
@@ -488,11 +519,13 @@ class Router:
             raise Refusal(429, f"{self.in_flight} requests are in flight, --max-in-flight of them: come back later")
         model = call.payload.get("model")
         model = model if isinstance(model, str) else None
+        if model in self.closed:  # those that came before it was closed are waited for
+            raise LookupError(f"The model `{model}` does not exist.")
         self.in_flight += 1
         self.using[model] += 1
         try:
             await self._some_replica()
-            if model in self.closed or not self._serves(model):
+            if not self._serves(model):
                 raise LookupError(f"The model `{model}` does not exist.")  # though it may, on a part of the fleet
             return await self._forward(call, model, sink)
         finally:
@@ -517,11 +550,14 @@ class Router:
                 tried.clear()
                 continue
             replica, uncached_tokens = self._choose(ready, prompt)
-            weight = max(n if isinstance(n, int) else 1, uncached_tokens / PREFILL_TOKENS)
+            samples = min(n, MOST_SAMPLES) if isinstance(n, int) else 1
+            weight = max(samples, 1, uncached_tokens / PREFILL_TOKENS)
             replica.load, replica.in_flight, joined = replica.load + weight, replica.in_flight + 1, replica.joined
             try:
                 answer = await replica.send(replica.request(call.method, call.target, headers, body), sink)
             except LOST as error:
+                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise Refusal(503, "the router has no file left to connect with: raise its limit") from error
                 if joined == replica.joined:  # or it broke off before it came back
                     self._eject(replica, error)
                 self.counts["retries"] += 1
@@ -544,6 +580,7 @@ class Router:
 
     def _prompt(self, payload: dict, model: str | None) -> Prompt:
         key, tokens = prompt_key(payload, self.tokenizer)
+        key = key[: 4 * self.models[0].get("max_model_len", len(key))]  # the engine will refuse what is longer
         version = model if model is not None else self.models[0]["id"]
         seed = blake2b(f"{version}\0{payload.get('cache_salt')}".encode(), digest_size=16).digest()
         return Prompt(key, tokens, version, seed, block_hashes(key, seed, 4 * self.block_tokens))
@@ -604,12 +641,16 @@ class Router:
         if health.status != 200:
             raise RuntimeError(f"/health answers {health.text}")
         generation = self.generation
-        _, adapters = await self._cards(replica)
+        models, adapters = await self._cards(replica)
+        paused = await replica.ask("GET", "/is_paused") if "/pause" in self.modes else Answer()
         settled = generation == self.generation and not self.control.locked()
-        if replica.state == "ready" and settled and adapters.keys() != self.adapters.keys():
-            self._eject(replica, RuntimeError("its adapters are not the fleet's"))  # restarted, or behind our back
+        if replica.state == "ready" and settled:  # or it has restarted, or was changed behind our back
+            if adapters != self.adapters or _names(models) != _names(self.models):
+                self._eject(replica, RuntimeError("what it serves is not what the fleet does"))
+            elif paused.status == 200 and b"false" in paused.body:
+                self._eject(replica, RuntimeError("it is not paused"))
         if replica.state != "ready":
-            async with self.control:
+            async with self.control, asyncio.timeout(self.config.load_timeout_s):
                 await self._join(replica)
 
     async def _cards(self, replica: Replica) -> tuple[list[dict], dict[str, str]]:
@@ -627,9 +668,11 @@ class Router:
         metrics = (await replica.ask("GET", "/metrics")).body.decode(errors="replace")
         size, blocks = (re.search(rf'[{{,]{name}="(\d+)"', metrics) for name in ("block_size", "num_gpu_blocks"))
         if not self.models:  # the very first: what it serves is what the fleet serves
-            self.models, self.adapters, self.block_tokens = models, adapters, int(size[1]) if size else 16
-        if [card["id"] for card in models] != [card["id"] for card in self.models]:
-            raise RuntimeError(f"it serves {models[0]['id']!r}, the fleet {self.models[0]['id']!r}")
+            if not models:
+                raise RuntimeError("/v1/models lists no base model")
+            self.models, self.adapters, self.block_tokens = models, adapters, (int(size[1]) if size else 0) or 16
+        if _names(models) != _names(self.models):
+            raise RuntimeError(f"it serves {_names(models)}, the fleet {_names(self.models)}")
         for name, _ in adapters.items() - self.adapters.items():
             await self._unload_one(name, replica)
         for name, path in self.adapters.items() - adapters.items():
@@ -655,6 +698,9 @@ class Router:
         replica.state = "out"
         self.counts["ejections"] += 1
         self.index.remove(replica)
+        for _, writer in replica.idle:
+            replica.drop(writer)
+        replica.idle.clear()
         replica.look.set()
         if not self.ready:
             self.some_ready.clear()
@@ -676,8 +722,6 @@ class Router:
             replica.watcher.cancel()
         self._eject(replica, RuntimeError("removed"))
         self.replicas.remove(replica)
-        for _, writer in replica.idle:
-            replica.drop(writer)
         replica.open.clear()  # the others are not kept when their answers are complete
 
     # -- control: all or nothing
@@ -687,7 +731,8 @@ class Router:
 
         async def one(replica: Replica) -> str | None:
             try:
-                return await ask(replica)
+                async with asyncio.timeout(self.config.drain_timeout_s):
+                    return await ask(replica)
             except TimeoutError:
                 return "it took too long"
             except LOST as error:
@@ -716,9 +761,9 @@ class Router:
         """`name` is served from now on, or (Refusal 504) nowhere. Under the same path again: nothing to do.
         ValueError: a bad name, or in use with another path, since KV caches are keyed by it.
         """
-        if not NAME.fullmatch(name) or any(name == card["id"] for card in self.models):
-            raise ValueError(f"lora_name {name!r}: 1 to 128 of A-Z a-z 0-9 . _ -, no leading dot, not the base's name")
         await self._some_replica()
+        if not NAME.fullmatch(name) or name in _names(self.models):
+            raise ValueError(f"lora_name {name!r}: 1 to 128 of A-Z a-z 0-9 . _ -, no leading dot, not the base's name")
         async with self.control:
             if self.adapters.get(name, path) != path or name in self.closed:
                 raise ValueError(f"{name} has already been loaded from {self.adapters[name]}: choose another name")
@@ -780,13 +825,15 @@ class Router:
 
         await self._some_replica()
         async with self.control:
-            undo = functools.partial(post, UNDO[path]) if path in UNDO else None
+            again = path in self.modes  # then the undoing of another mode is the one before
+            back = f"{path}?{self.modes[path]}" if again else UNDO.get(path, "")
+            undo = functools.partial(post, back) if path in UNDO else None
             self.tried_modes |= {path} & UNDO.keys()
             before, self.modes = self.modes, {do: how for do, how in self.modes.items() if path not in (do, UNDO[do])}
             try:
                 await self._everywhere(path, functools.partial(post, f"{path}?{query}" if query else path), undo)
             except Refusal:
-                self.modes = before if undo is None else self.modes
+                self.modes = before if undo is None or again else self.modes
                 raise
             if path in UNDO:
                 self.modes[path] = query
@@ -824,6 +871,10 @@ class Router:
             last = ", ".join(f"{count - before[name]} {name}" for name, count in sorted(self.counts.items()))
             ready = f"{len(self.ready)} of {len(self.replicas)} replicas"
             log.info("%s, generation %d, %d in flight; in a minute: %s", ready, self.generation, self.in_flight, last)
+
+
+def _names(cards: list[dict]) -> list[str]:
+    return [card["id"] for card in cards]
 
 
 # ---- over HTTP
@@ -880,13 +931,16 @@ class Proxy:
         try:
             answer = await self._answer(scope, headers, bytes(body), request_id, sink)
             if started and answer.status != 200:
-                raise Refusal(answer.status, answer.text)  # the server cuts the connection: the client shall notice
+                log.warning("a stream broke off: %s", answer.text)
+                return  # without its end the server cuts the connection: the client shall notice
             if not started:
                 await send(_start(answer, request_id, len(answer.body)))
             await send({"type": "http.response.body", "body": b"" if started else answer.body})
         except asyncio.CancelledError:
-            if not gone.done():
-                raise
+            if not gone.done() and not started:  # the router is ending; or else the client has left
+                ending = problem(503, "the router is shutting down")
+                await send(_start(ending, request_id, len(ending.body)))
+                await send({"type": "http.response.body", "body": ending.body})
         finally:
             gone.remove_done_callback(leave)
             gone.cancel()
@@ -907,11 +961,11 @@ class Proxy:
                 method=scope["method"].encode(),
                 target=scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b""),
                 headers=b"".join([b"%b: %b\r\n" % header for header in scope["headers"] if header[0] not in drop]),
-                payload=_json(body) if scope["path"] in GENERATE else {},
+                payload=_payload(scope, headers, body),
                 body=body,
                 request_id=request_id,
             )
-            return await self.router.serve(call, sink if call.payload.get("stream") is True else None)
+            return await self.router.serve(call, sink if call.payload.get("stream") else None)
         except ValueError as error:
             return problem(400, str(error))
         except LookupError as error:
@@ -933,6 +987,8 @@ class Proxy:
                 return answer_of({"object": "list", "data": router.models + cards})
             case "POST", "/v1/load_lora_adapter":
                 name, root = _strings(body, "lora_name", "lora_path")
+                if _json(body).get("load_inplace"):
+                    raise ValueError("load_inplace is true: KV caches are keyed by the name, choose a new one")
                 await router.load_lora(name, root)
                 return answer_of(f"Success: LoRA adapter '{name}' added successfully.")
             case "POST", "/v1/unload_lora_adapter":
@@ -963,11 +1019,22 @@ def _start(answer: Answer, request_id: bytes, length: int | None = None) -> dict
 def _json(body: bytes) -> dict:
     try:
         payload = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(payload, dict):
         raise ValueError("the body is not a JSON object")
     return payload
+
+
+def _payload(scope, headers: dict[bytes, bytes], body: bytes) -> dict:
+    """What a request asks of a model, whatever its path: the adapter that it names is in use, too."""
+    if scope["method"] != "POST":
+        return {}
+    if scope["path"] in GENERATE:
+        return _json(body)
+    with contextlib.suppress(ValueError):  # any other body is the engine's business
+        return _json(body) if b"json" in headers.get(b"content-type", b"") else {}
+    return {}
 
 
 def _strings(body: bytes, *names: str) -> list[str]:
@@ -1015,5 +1082,7 @@ if __name__ == "__main__":
         )
         environment = lambda name: getattr(given, name) or os.environ.get(f"ROUTER_{name.upper()}")
         main(dataclasses.replace(given, **{name: environment(name) for name in ("api_key", "upstream_api_key")}))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"router.py: {error}")
+    except KeyboardInterrupt:  # uvicorn raises it again when it has shut down
+        sys.exit(130)

@@ -995,6 +995,11 @@ class PlanConfig:
     remat: str = "full"  # --remat of the server
     search: bool = False  # compile for more, until nothing more fits: the longest row, and the most rows
 
+    def __post_init__(self):  # before MaxText is loaded
+        for name, least in {"rows": 1, "row_len": 2, "rank": 1, "adapters": 1}.items():
+            if (got := getattr(self, name)) is not None and got < least:
+                raise ValueError(f"--{name.replace('_', '-')} is {got}; it must be at least {least}")
+
 
 # What keeps the TPU's compiler from looking for a TPU, and two of them from shutting each other out.
 COMPILER = {
@@ -1059,8 +1064,6 @@ def main(config: PlanConfig) -> None:
     model = abstract(options, devices=devices)
     rows = config.rows if config.rows is not None else model.fsdp
     check_shape(model, rows=rows, row_len=config.row_len)
-    if config.adapters < 1:
-        raise ValueError(f"--adapters is {config.adapters}; it must be at least 1")
     blocks = choose_blocks(model)
     make = lambda rows, row_len: make_plan(model, blocks, rows=rows, row_len=row_len, max_adapters=config.adapters)
     plan = make(rows, config.row_len)
