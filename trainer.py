@@ -14,8 +14,9 @@ Invariants
 
 Methods take and return plain numpy and scalars, so that process 0 of many can broadcast each call; one thread calls.
 
-Left out: a plan of the memory before anything is compiled, many hosts.
-Run: `uv run server.py` drives it.    Read first: losses.py, then `Trainer.forward_backward`.
+Left out: many hosts.
+Run: `uv run server.py` drives it; `uv run --group topology trainer.py plan --help`.
+Read first: losses.py, then `Trainer.forward_backward`.
 """
 
 import collections
@@ -516,11 +517,19 @@ class Plan:
 
 
 def make_plan(
-    model: Model, blocks: Blocks, *, rows: int, row_len: int, max_adapters: int, gradient: Any = None
+    model: Model,
+    blocks: Blocks,
+    *,
+    rows: int,
+    row_len: int,
+    max_adapters: int,
+    gradient: Any = None,
+    memory_only: bool = False,
 ) -> Plan:
     """Compile the gradient program for [rows, row_len] and read what the compiler says; `model` may be abstract.
 
-    `gradient`: one of `programs`, where it is there already: it need not be traced again.
+    `gradient`: one of `programs`, where it is there already: it need not be traced again. `memory_only`: neither time
+    nor collectives, for which the whole program would have to be read.
     ValueError where the compiler itself finds that it cannot fit.
     """
     whole, planes_of, device = model.sharding(), model.sharding(None, "fsdp"), model.mesh.devices.flat[0]
@@ -544,9 +553,11 @@ def make_plan(
             raise
         reason = str(error).split("Oom:")[-1].split(" HLO module")[0].strip()
         raise ValueError(f"{rows} rows of {row_len} tokens do not fit {device.device_kind}: {reason}") from error
-    analysis, text = compiled.memory_analysis(), compiled.as_text()
-    assert analysis is not None and text is not None
-    cycles, collectives = read_hlo(text, {"tiles": -(-rows * row_len // blocks.tile), "further": 0})
+    analysis, cycles, collectives = compiled.memory_analysis(), 0, []
+    assert analysis is not None
+    if not memory_only:
+        trips = {"tiles": -(-rows * row_len // blocks.tile), "further": 0}
+        cycles, collectives = read_hlo(compiled.as_text() or "", trips)
     chip = CHIPS.get(device.device_kind)
     seconds = cycles / chip.hz if chip and cycles else None
     tokens = rows * row_len
@@ -715,7 +726,7 @@ class Trainer:
 
     def plan(self) -> Plan:
         sizes = dict(rows=self.rows, row_len=self.row_len, max_adapters=self.config.max_adapters)
-        return make_plan(self.model, self.blocks, **sizes, gradient=self._gradient)
+        return make_plan(self.model, self.blocks, **sizes, gradient=self._gradient, memory_only=True)
 
     def affordable(self, plan: Plan) -> int:
         """How many times its rows fit; ValueError where they do not."""
