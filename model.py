@@ -10,9 +10,11 @@ Invariants
   3. An adapter is `dict[path, float32 array]`, all of the same shapes: zero columns beyond its rank, zero matrices in
      modules that it does not train. Their gradients are zero too, so they stay so: no mask is needed anywhere.
   4. Names, transposes, head layouts and pre-scaled kernels are read off MaxText's import hooks, not written again.
+     `check_peft` holds what comes of them against the weight files alone.
 
 Left out: mixture of experts, multimodal inputs, training of the unembedding.
-Run: `uv run model.py demo` writes the demo model as a Hugging Face directory.
+Run: `uv run model.py demo` writes the demo model as a Hugging Face directory; `uv run model.py parity MODEL` says at
+which layer a model, or an adapter on it (--adapter FOLDER), departs from Hugging Face + PEFT.
 Read first: maxtext/checkpoint_conversion/utils/param_mapping.py (names), qwix's LoraProvider (what it intercepts).
 """
 
@@ -22,10 +24,15 @@ import json
 import logging
 import math
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +41,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 log = logging.getLogger("model")
 
@@ -49,9 +56,11 @@ FAMILIES = {
     "LlamaForCausalLM": ("llama3.1-8b", {"rope_type": "llama3.1", "rope_use_scale": False}),
 }
 LLAMA31_ROPE = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-Adapter = dict[
-    str, Array
-]  # "layers_0/self_attention/query/a" -> (in, R), ".../b" -> (R, out); scanned: (in, L, R), (R, L, out)
+PEFT_KEY = re.compile(r"base_model\.model\.(.+\.(?:[qkvo]|gate|up|down)_proj)\.lora_[AB]\.weight")
+PEFT_FREE = ("r", "target_modules", "task_type", "lora_dropout", "base_model_name_or_path", "inference_mode")
+ENGINE = Path(__file__).with_name(".engine") / "bin" / "python"  # the environment with vLLM, torch and PEFT
+# "layers_0/self_attention/query/a" -> (in, R), ".../b" -> (R, out); scanned: (in, L, R), (R, L, out)
+Adapter = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +68,7 @@ class ModelConfig:
     model: str = DEMO  # a Hugging Face directory, a hub name (org/name), or "demo", which is written on first use
     dtype: str | None = None  # float32 or bfloat16; unset: bfloat16 on TPU, float32 elsewhere
     max_rank: int = 32  # the largest LoRA rank a client may ask for; every adapter takes the room of this one
-    scan_layers: bool | None = (
-        None  # one compiled layer for all; unset: from 9 layers on (small models step faster without)
-    )
+    scan_layers: bool | None = None  # one compiled layer for all; unset: from 9 layers on (fewer step faster without)
     remat: str = "none"  # none, minimal or full (MaxText's remat_policy); scanned layers are always rematerialised
 
     def __post_init__(self):
@@ -118,6 +125,7 @@ class Model:
     base: Any  # frozen, sharded over fsdp
     head: Any  # [V, D]; the embedding itself where the two are tied
     kernels: tuple[Kernel, ...]
+    hf_shapes: dict[str, tuple[int, ...]]  # of the tensors in the weight files, by their names there
     shapes: dict[str, tuple[int, ...]]  # of an adapter's arrays
     lora_tree: Any  # a PyTreeDef
 
@@ -213,22 +221,17 @@ class Model:
                     continue
                 a_hf, b_hf = (left.pop(key, np.empty(0)) for key in keys)
                 rank = a_hf.shape[0] if a_hf.ndim else 0
-                if (
-                    a_hf.shape != (rank, a_layer.shape[0])
-                    or b_hf.shape != (b_layer.shape[1], rank)
-                    or rank > a_layer.shape[1]
-                ):
-                    limit = f"({a_layer.shape[1]} at most, {a_layer.shape[0]}) and ({b_layer.shape[1]}, the same rank)"
-                    raise ValueError(
-                        f"{keys[0]} and lora_B have shapes {a_hf.shape} and {b_hf.shape}; this base takes {limit}"
-                    )
+                (inner, limit), out = a_layer.shape, b_layer.shape[1]
+                if (a_hf.shape, b_hf.shape) != ((rank, inner), (out, rank)) or rank > limit:
+                    found = f"{keys[0]} and lora_B have shapes {a_hf.shape} and {b_hf.shape}"
+                    raise ValueError(f"{found}; this base takes ({limit} at most, {inner}) and ({out}, the same rank)")
                 a_layer[:, :rank], b_layer[:rank] = a_hf.T, b_hf[kernel.perm].T * kernel.scale
         if left:
             raise ValueError(f"adapter tensor {min(left)} matches no module of {self.name}")
         return adapter
 
-    def peft_config(self, *, rank: int) -> dict:
-        names = sorted({name.rsplit(".", 1)[1] for kernel in self.kernels for name in kernel.hf_names})
+    def peft_config(self, tensors: Iterable[str], *, rank: int) -> dict:
+        """adapter_config.json of an adapter with the tensors of these names."""
         return dict(
             peft_type="LORA",
             task_type="CAUSAL_LM",
@@ -237,10 +240,51 @@ class Model:
             lora_dropout=0.0,
             bias="none",
             fan_in_fan_out=False,
-            target_modules=names,
+            target_modules=sorted({name.split(".")[-3] for name in tensors}),
             base_model_name_or_path=self.name,
             inference_mode=True,
         )
+
+    def check_peft(self, folder: Path) -> None:
+        """ValueError, naming the key, unless the folder's adapter fits the base's weight files.
+
+        vLLM answers 200 to wrong shapes and unknown names, and then samples wrong text. This reads headers alone, and
+        nothing that `to_peft` goes by.
+        """
+        config, path = _read_json(folder / "adapter_config.json"), folder / "adapter_model.safetensors"
+        usual: dict[str, Any] = {"peft_type": "LORA", "lora_alpha": ALPHA, "bias": "none"}
+        for key, value in (dict.fromkeys(usual) | config).items():
+            if key not in PEFT_FREE and (value or None) != usual.get(key):  # what is unknown must be off
+                raise ValueError(f"{folder}: {key} is {value!r}; {self.name} takes {usual.get(key)!r}")
+        rank, targets = config.get("r"), set(config.get("target_modules") or ())
+        if not isinstance(rank, int) or not 1 <= rank <= self.config.max_rank:
+            raise ValueError(f"{folder}: r is {rank!r}; {self.name} takes 1..{self.config.max_rank}")
+        with open_tensors(path) as file:
+            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
+            has = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in parts.items()}
+        matrices = {name.removesuffix(".weight"): shape for name, shape in self.hf_shapes.items() if len(shape) == 2}
+        modules = {match[1] for key in has if (match := PEFT_KEY.fullmatch(key))} & matrices.keys()
+        takes = {}
+        for module in modules:
+            rows, columns = matrices[module]
+            takes[f"base_model.model.{module}.lora_A.weight"] = (rank, columns)
+            takes[f"base_model.model.{module}.lora_B.weight"] = (rows, rank)
+        for key in sorted(has.keys() | takes.keys()):
+            if has.get(key) not in [(dtype, takes.get(key)) for dtype in ("F32", "BF16")]:
+                found = "{} {}".format(*has[key]) if key in has else "missing"
+                wanted = f"F32 or BF16 {takes[key]}" if key in takes else "no such tensor"
+                raise ValueError(f"{path}: {key} is {found}; {self.name} takes {wanted}")
+        if not has:
+            raise ValueError(f"{path} has no tensor")
+        last = lambda module: module.rsplit(".", 1)[-1]
+        if wrong := {m for m in matrices if last(m) in targets} ^ modules or targets - {last(m) for m in modules}:
+            raise ValueError(f"{folder}: target_modules and the tensors differ in {min(wrong)}")
+
+    def read_peft(self, folder: Path) -> tuple[Adapter, Array]:
+        """What `scaled` takes: the folder's adapter on the devices, and alpha / rank."""
+        config = _read_json(folder / "adapter_config.json")
+        adapter = self.from_peft(load_file(folder / "adapter_model.safetensors"))
+        return jax.device_put(adapter, self.sharding()), jnp.float32(config["lora_alpha"] / config["r"])
 
 
 def check_rank(rank: int, max_rank: int) -> None:
@@ -256,10 +300,8 @@ def _new_adapter(model: Model, trained: tuple[str, ...], seed, rank) -> Adapter:
         if kernel.path in trained:
             shape = model.shapes[f"{kernel.path}/a"]
             key = jax.random.fold_in(jax.random.key(seed), i)
-            draw = jax.random.uniform(key, (shape[-1], *shape[:-1]), minval=-1, maxval=1) / math.sqrt(
-                shape[0]
-            )  # [R, in, ...]
-            adapter[f"{kernel.path}/a"] = jnp.where(kept, jnp.moveaxis(draw, 0, -1), 0)
+            draw = jax.random.uniform(key, (shape[-1], *shape[:-1]), minval=-1, maxval=1)  # [R, in, ...]
+            adapter[f"{kernel.path}/a"] = jnp.where(kept, jnp.moveaxis(draw / math.sqrt(shape[0]), 0, -1), 0)
     return jax.lax.with_sharding_constraint(adapter, model.sharding())
 
 
@@ -302,7 +344,7 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
     norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
     _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], model, norms)
     kernels = _kernels(sources, hooks, model.shapes, model.base, cfg.scan_layers)
-    return dataclasses.replace(model, base=base, head=head, kernels=kernels)
+    return dataclasses.replace(model, base=base, head=head, kernels=kernels, hf_shapes=tensors.shapes)
 
 
 def abstract(config: ModelConfig, *, devices: list) -> Model:
@@ -444,6 +486,7 @@ def _abstract(config: ModelConfig, hf_config: dict, directory: Path, devices: li
         base=base,
         head=head,
         kernels=(),
+        hf_shapes={},
         shapes={_adapter_path(path): leaf.shape for path, leaf in nnx.to_flat_state(lora)},
         lora_tree=jax.tree.structure(lora),
     )
@@ -506,10 +549,7 @@ def _shapes(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.St
         ids = jnp.zeros((mesh.size, 1), jnp.int32)
         model: Any = qwix.apply_lora_to_model(Hidden(create()), provider, ids, ids, ids + 1, rngs=nnx.Rngs(0))
         for _, node in list(nnx.iter_graph(model)):
-            for name in (
-                "qwix_rngs",
-                "rngs",
-            ):  # nothing random is left: no dropout, and adapters are made in new_adapter
+            for name in ("qwix_rngs", "rngs"):  # nothing random is left: no dropout, and new_adapter makes adapters
                 if isinstance(getattr(node, name, None), nnx.Rngs):
                     delattr(node, name)
             if isinstance(node, nnx.LoRAParam):  # replicated; its inherited axes are the kernel's
@@ -584,11 +624,20 @@ def _read_json(path: Path) -> dict:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
+def open_tensors(path: Path):
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
 class Tensors:
     """The tensors of a Hugging Face directory by name, one file or many, read as they are asked for."""
 
     def __init__(self, directory: Path):
         self.directory = directory
+        self.open = functools.cache(lambda file: open_tensors(directory / file))
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of those read, as they stand in their files
         index = directory / "model.safetensors.index.json"
         if index.is_file():
             self.files: dict[str, str] = _read_json(index).get("weight_map", {})
@@ -596,7 +645,7 @@ class Tensors:
             self.files = {
                 name: path.name
                 for path in sorted(directory.glob("*.safetensors"))
-                for name in self._open(path.name).keys()  # noqa: SIM118 - it is no dict
+                for name in self.open(path.name).keys()  # noqa: SIM118 - it is no dict
             }
         missing = sorted({file for file in self.files.values() if not (directory / file).is_file()})
         if missing:
@@ -604,30 +653,23 @@ class Tensors:
                 f"{directory}: weight file {missing[0]} is missing "
                 f"({len(missing)} of {len(set(self.files.values()))} named by the index)"
             )
-        self.unread = set(self.files)
         if not self.files:
             raise ValueError(f"{directory} has no *.safetensors file (other weight formats are not read)")
-
-    @functools.cache  # noqa: B019 - lives as long as one load
-    def _open(self, file: str):
-        try:
-            return safe_open(self.directory / file, framework="np")
-        except SafetensorError as error:
-            raise ValueError(f"{self.directory / file} is not a whole safetensors file: {error}") from error
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.files:
             raise ValueError(f"{self.directory}: tensor {name} is in none of its weight files")
-        self.unread.discard(name)
         try:
-            return self._open(self.files[name]).get_tensor(name)
+            tensor = self.open(self.files[name]).get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{self.directory / self.files[name]} has no whole tensor {name}: {error}") from error
+        self.shapes[name] = tensor.shape
+        return tensor
 
     def check_all_read(self) -> None:
         """A tensor that nothing asked for (a bias, a layer too many): this server would compute another model."""
         known = ("rotary_emb.inv_freq", "lm_head.weight")  # derived; the embedding again where the two are tied
-        if unread := sorted(name for name in self.unread if not name.endswith(known)):
+        if unread := sorted(name for name in self.files.keys() - self.shapes.keys() if not name.endswith(known)):
             raise ValueError(
                 f"{self.directory}: tensor {unread[0]} ({len(unread)} in all) is not part of the model served"
             )
@@ -646,16 +688,7 @@ def _check_sharding(matrices: list[Array], model: Model, norms: Sequence[Array] 
 
 # ---- the demo model
 
-DEMO_SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|pad|>",
-    "<|extra_0|>",
-    "<|extra_1|>",
-    "<|extra_2|>",
-    "<|extra_3|>",
-)
+DEMO_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", *(f"<|extra_{i}|>" for i in range(4)))
 DEMO_CONFIG = dict(
     architectures=["Qwen3ForCausalLM"],
     model_type="qwen3",
@@ -743,14 +776,114 @@ def random_weights(config: Mapping, *, seed: int, dtype=np.float32) -> dict[str,
     def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if len(shape) == 1:
             return np.ones(shape, dtype)
-        return (
-            rng.standard_normal(shape) * (1.0 if "embed" in name and "lm_head.weight" in shapes else shape[-1] ** -0.5)
-        ).astype(dtype)
+        scale = 1.0 if "embed" in name and "lm_head.weight" in shapes else shape[-1] ** -0.5
+        return (rng.standard_normal(shape) * scale).astype(dtype)
 
     return {name: draw(name, shape) for name, shape in shapes.items()}
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] != [DEMO]:
-        sys.exit(f"usage: model.py {DEMO}")
+# ---- parity: where a model departs from Hugging Face
+
+PARITY = 1e-4  # of a hidden state's norm; nats of a log-prob
+HUGGING_FACE = """
+import json, sys, numpy, torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+arrays = {}
+for i, (directory, adapter, tokens) in enumerate(json.load(sys.stdin)):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    states, inner, tokens = [], model.model, torch.tensor(tokens)
+    for module in (inner.embed_tokens, *inner.layers, inner.norm):
+        module.register_forward_hook(lambda _, __, out: states.append(out[0] if isinstance(out, tuple) else out))
+    if adapter:
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.inference_mode():
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+    arrays[f"states {i}"] = torch.cat(states).numpy()
+    arrays[f"logprobs {i}"] = logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+numpy.savez(sys.argv[1], **arrays)
+"""
+# Hidden states [L + 2, n, D] after the embedding, each layer and the final norm; log-probs [n - 1] of tokens[1:].
+Forward = tuple[np.ndarray, np.ndarray]
+
+
+def hugging_face(jobs: Sequence[tuple[Path, Path | None, np.ndarray]]) -> list[Forward]:
+    """(model's directory, adapter's folder, tokens) each -> what Hugging Face and PEFT compute, in a process apart."""
+    if not ENGINE.is_file():
+        raise ValueError(f"{ENGINE} is missing: `uv run sampler.py install` makes the engine's environment")
+    asked = json.dumps([(str(base), folder and str(folder), tokens.tolist()) for base, folder, tokens in jobs])
+    with tempfile.TemporaryDirectory() as aside:
+        answers = Path(aside) / "answers.npz"
+        done = subprocess.run([ENGINE, "-c", HUGGING_FACE, answers], input=asked, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise RuntimeError(f"Hugging Face's forward failed: {done.stderr.strip().splitlines()[-1]}")
+        with np.load(answers) as arrays:
+            return [(arrays[f"states {i}"], arrays[f"logprobs {i}"]) for i in range(len(jobs))]
+
+
+def forward(model: Model, adapter: Adapter, tokens: Int[np.ndarray, " n"]) -> Forward:
+    """What an unscanned model computes under a scaled adapter."""
+
+    @jax.jit
+    def run(base, head, adapter, tokens):
+        kept: list[Array] = []
+        with model.tracing():
+            module: Any = model.module(base, adapter)
+            layer, ids = type(module.base.decoder.layers_0), tokens[None]
+            call = layer.__call__
+
+            def keeping(self, inputs, *args, **kwargs):
+                kept.append(inputs)
+                return call(self, inputs, *args, **kwargs)
+
+            module.base.decoder.apply_output_head = lambda _, hidden, *args, **kwargs: kept.append(hidden) or hidden
+            with mock.patch.object(layer, "__call__", keeping):
+                hidden = module(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids))
+        logprobs = jax.nn.log_softmax(hidden[0, :-1] @ head.T)
+        return jnp.concatenate([*kept, hidden]), jnp.take_along_axis(logprobs, tokens[1:, None], 1)[:, 0]
+
+    return jax.device_get(run(model.base, model.head, adapter, tokens))
+
+
+def parity(model: str, /, *, adapter: Path | None = None) -> None:
+    """Compare a model, and an adapter on it, with Hugging Face + PEFT in float32, and say where they part."""
+    jax.config.update("jax_platforms", "cpu")  # float32 that is; and a server may hold the chips
+    directory, folders = resolve(model, Path("state")), [None, adapter] if adapter else [None]
+    tokens = np.random.default_rng(0).integers(0, read_config(directory)["vocab_size"], 64).astype(np.int32)
+    reference = hugging_face([(directory, folder, tokens) for folder in folders])
+    rank = _read_json(adapter / "adapter_config.json")["r"] if adapter else 1
+    config = ModelConfig(model=str(directory), dtype="float32", scan_layers=False, max_rank=rank)
+    ours = load(config, state_dir=directory, devices=jax.devices()[:1])
+    departure, worst = "", 0.0
+    for folder, theirs in zip(folders, reference, strict=True):
+        states, logprobs = forward(ours, ours.scaled(*ours.read_peft(folder)) if folder else ours.zeros(), tokens)
+        names = ["embedding", *(f"layer {i}" for i in range(len(states) - 2)), "final norm", "log-probs"]
+        pairs = zip([*states, logprobs[:, None]], [*theirs[0], theirs[1][:, None]], strict=True)
+        print(f"{folder or 'base'}: max |difference|, relative")
+        for name, (a, b) in zip(names, pairs, strict=True):
+            size = np.linalg.norm(b, axis=-1) if name != "log-probs" else 1  # of a token; nats are not relative
+            relative = float((np.linalg.norm(a - b, axis=-1) / size).max())
+            print(f"  {name:<10} {np.abs(a - b).max():8.1e} {relative:8.1e}")
+            if not departure and not relative <= PARITY:  # NaN departs too
+                departure = f"first departure: {name} of {folder or 'the base'}, relative {relative:.1e}"
+        worst = max(worst, relative)
+    if departure:
+        sys.exit(departure)
+    print(f"parity: largest log-prob difference {worst:.1e} nats")
+
+
+def demo() -> None:
+    """Write the demo model as a Hugging Face directory and print where."""
     print(write_demo(Path("state") / "models" / DEMO))
+
+
+if __name__ == "__main__":
+    import tyro
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that there is no torch
+    warnings.simplefilter("ignore", DeprecationWarning)  # shown of the main module alone: maxtext's use of flax
+    try:
+        tyro.extras.subcommand_cli_from_dict({"demo": demo, "parity": parity})
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"model.py: {error}")

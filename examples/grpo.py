@@ -258,6 +258,7 @@ def main(config: Config) -> None:
             steps = watch(progress, "GRPO", train(learner, prompts, config, rng), config.steps)
         after = evaluate(learner, held_out)
     console.print(table(before, steps, after))
+    console.print(f"largest gap of all: {max(row['largest gap'] for row in steps):.1e}")
     plot(before, steps, after, config.plot)
     console.print(f"{config.plot} written, {time.monotonic() - started:.0f} s after the start")
 

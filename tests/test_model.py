@@ -1,5 +1,6 @@
 """model.py against two models that share no code with it: a float64 numpy forward (below) and tunix's Qwen3."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -286,6 +287,7 @@ def test_a_checkpoint_of_two_files_equals_the_single_file_bit_for_bit(base, tmp_
     one = base(LLAMA)
     split_checkpoint(write(tmp_path, LLAMA, weights(LLAMA)))
     two = load_from(tmp_path)
+    assert one.hf_shapes == two.hf_shapes == {name: w.shape for name, w in weights(LLAMA).items()}
     for a, b in zip([*jax.tree.leaves(one.base), one.head], [*jax.tree.leaves(two.base), two.head], strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -513,18 +515,39 @@ def test_a_peft_adapter_of_some_modules_leaves_the_others_zero(base):
     assert {path for path, array in back.items() if array.any()} == {"layers_1/mlp/wi_1/a", "layers_1/mlp/wi_1/b"}
 
 
-def test_the_peft_config_names_the_rank_the_scale_and_every_module(base):
-    config = base(QWEN3).peft_config(rank=5)
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 5, ALPHA)
-    assert set(config["target_modules"]) == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    }
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def export(m: Model, folder: Path, tensors: Mapping[str, np.ndarray] | None = None, **changed) -> Path:
+    """A PEFT folder of a random adapter, or of these tensors."""
+    tensors = m.to_peft(random_adapter(m), rank=RANK) if tensors is None else tensors
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    config = m.peft_config(tensors, rank=RANK) | changed
+    (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return folder
+
+
+@FOUR
+@pytest.mark.parametrize(
+    ("flags", "modules"),
+    [
+        (dict(), MODULES),
+        (dict(mlp=False), MODULES[:4]),
+        (dict(attn=False), MODULES[4:]),
+    ],
+    ids=["all", "attention only", "mlp only"],
+)
+def test_an_export_names_its_rank_its_scale_and_its_modules_and_passes_the_check(
+    base, tmp_path, config, scan, flags, modules
+):
+    m = base(config | HEADS_OF_32 | TIED, scan_layers=scan)
+    tensors = m.to_peft(jax.device_get(m.new_adapter(seed=0, rank=RANK, **flags)), rank=RANK)
+    written = m.peft_config(tensors, rank=RANK)
+    assert (written["peft_type"], written["r"], written["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    assert sorted(written["target_modules"]) == sorted(modules)
+    m.check_peft(export(m, tmp_path / "float32", tensors))
+    m.check_peft(export(m, tmp_path / "bfloat16", {key: tensor.astype(bfloat16) for key, tensor in tensors.items()}))
 
 
 UP = "base_model.model.model.layers.0.mlp.up_proj"
@@ -553,6 +576,95 @@ def test_foreign_peft_tensors_are_refused_by_name(base, change, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         m.from_peft({key: tensor for key, tensor in tensors.items() if tensor is not None})
     assert "\n" not in str(error.value)
+
+
+F = np.float32
+BAD_TENSORS = {
+    "head": ({"base_model.model.lm_head.lora_A.weight": np.zeros((3, 48), F)}, "lm_head.lora_A.weight is F32 (3, 48); BASE takes no such tensor"),
+    "embedding": ({f"base_model.model.model.embed_tokens.lora_{p}.weight": np.zeros(s, F) for p, s in (("A", (3, 48)), ("B", (96, 3)))}, "embed_tokens.lora_A.weight is F32 (3, 48); BASE takes no"),
+    "norm": ({"base_model.model.model.norm.lora_A.weight": np.zeros((3, 48), F)}, "model.norm.lora_A.weight is F32"),
+    "layer": ({A.replace("layers.0", "layers.2"): np.zeros((3, 48), F)}, "layers.2.mlp.up_proj.lora_A.weight is F32 (3, 48); BASE takes no"),
+    "prefix": ({A.removeprefix("base_model.model."): np.zeros((3, 48), F)}, "model.layers.0.mlp.up_proj.lora_A.weight is F32 (3, 48); BASE takes no"),
+    "suffix": ({A: None, A.replace(".weight", ".default.weight"): np.zeros((3, 48), F)}, "up_proj.lora_A.default.weight is F32"),
+    "part": ({f"{UP}.lora_magnitude_vector": np.zeros(72, F)}, "up_proj.lora_magnitude_vector is F32 (72,); BASE takes no"),
+    "in": ({A: np.zeros((3, 47), F)}, f"{A} is F32 (3, 47); BASE takes F32 or BF16 (3, 48)"),
+    "out": ({B: np.zeros((48, 3), F)}, f"{B} is F32 (48, 3); BASE takes F32 or BF16 (72, 3)"),
+    "transposed": ({B: np.zeros((3, 72), F)}, f"{B} is F32 (3, 72); BASE takes F32 or BF16 (72, 3)"),
+    "a of another rank": ({A: np.zeros((2, 48), F)}, f"{A} is F32 (2, 48); BASE takes F32 or BF16 (3, 48)"),
+    "b of another rank": ({B: np.zeros((72, 8), F)}, f"{B} is F32 (72, 8); BASE takes F32 or BF16 (72, 3)"),
+    "scalar": ({A: np.zeros((), F)}, f"{A} is F32 (); BASE takes F32 or BF16 (3, 48)"),
+    "no a": ({A: None}, f"{A} is missing; BASE takes F32 or BF16 (3, 48)"),
+    "no b": ({B: None}, f"{B} is missing; BASE takes F32 or BF16 (72, 3)"),
+    "no layer": ({A: None, B: None}, "target_modules and the tensors differ in model.layers.0.mlp.up_proj"),
+    "float16": ({A: np.zeros((3, 48), np.float16)}, f"{A} is F16 (3, 48); BASE takes F32 or BF16 (3, 48)"),
+    "float64": ({B: np.zeros((72, 3))}, f"{B} is F64 (72, 3); BASE takes F32 or BF16 (72, 3)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_an_export_with_a_wrong_tensor_is_refused_by_name(base, tmp_path, change, message):
+    m = base(QWEN3)
+    tensors = m.to_peft(random_adapter(m), rank=RANK)
+    config = dict(target_modules=m.peft_config(tensors, rank=RANK)["target_modules"])
+    changed = {key: tensor for key, tensor in (tensors | change).items() if tensor is not None}
+    assert message in export_refusal(m, export(m, tmp_path, changed, **config))
+
+
+def export_refusal(m: Model, folder: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        m.check_peft(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value)
+    return str(error.value).replace(m.name, "BASE")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(r=2), "lora_A.weight is F32 (3, "),
+        (dict(r=0), f"r is 0; BASE takes 1..{MAX_RANK}"),
+        (dict(r=MAX_RANK + 1), f"r is {MAX_RANK + 1}; BASE takes 1..{MAX_RANK}"),
+        (dict(r=...), f"r is None; BASE takes 1..{MAX_RANK}"),
+        (dict(lora_alpha=16), f"lora_alpha is 16; BASE takes {ALPHA}"),
+        (dict(lora_alpha=...), f"lora_alpha is None; BASE takes {ALPHA}"),
+        (dict(peft_type="LOHA"), "peft_type is 'LOHA'; BASE takes 'LORA'"),
+        (dict(bias="lora_only"), "bias is 'lora_only'; BASE takes 'none'"),
+        (dict(use_dora=True), "use_dora is True"),
+        (dict(use_rslora=True), "use_rslora is True"),
+        (dict(fan_in_fan_out=True), "fan_in_fan_out is True"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
+        (dict(rank_pattern={"q_proj": 8}), "rank_pattern is {'q_proj': 8}"),
+        (dict(alpha_pattern={"q_proj": 8}), "alpha_pattern is {'q_proj': 8}"),
+        (dict(layers_to_transform=[0]), "layers_to_transform is [0]"),
+        (dict(target_modules=["q_proj"]), "target_modules and the tensors differ in model.layers.0.mlp.down_proj"),
+        (dict(target_modules=["lm_head", *MODULES]), "differ in lm_head"),
+        (dict(target_modules=["nothing", *MODULES]), "differ in nothing"),
+        (dict(target_modules="all-linear"), "target_modules and the tensors differ in model.layers.0.mlp.down_proj"),
+        (dict(target_modules=...), "target_modules and the tensors differ in model.layers.0.mlp.down_proj"),
+    ],
+    ids=lambda x: "-".join(f"{k}={v if v is not ... else 'absent'}" for k, v in x.items()) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_an_export_whose_config_says_something_else_is_refused_by_key(base, tmp_path, changed, message):
+    m = base(QWEN3)
+    assert message in export_refusal(m, export(m, tmp_path, **changed))
+
+
+def test_an_export_without_tensors_or_cut_short_is_refused(base, tmp_path):
+    m = base(QWEN3)
+    assert export_refusal(m, export(m, tmp_path / "empty", {})).endswith("adapter_model.safetensors has no tensor")
+    file = export(m, tmp_path / "cut") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"{file} is not a whole safetensors file" in export_refusal(m, file.parent)
+
+
+def test_an_export_is_checked_against_the_weight_files_and_not_what_it_was_made_by(base, tmp_path):
+    """A wrong table of kernels exports gate_proj as down_proj: consistent in itself."""
+    m = base(QWEN3)
+    gate, down = "mlp.gate_proj", "mlp.down_proj"
+    swapped = lambda name: name.replace(gate, "x").replace(down, gate).replace("x", down)
+    kernels = tuple(dataclasses.replace(k, hf_names=tuple(map(swapped, k.hf_names))) for k in m.kernels)
+    wrong = dataclasses.replace(m, kernels=kernels)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj.lora_A.weight is F32 \(3, 48\); .* \(3, 72\)"):
+        wrong.check_peft(export(wrong, tmp_path))
 
 
 # ---- refusals
@@ -677,6 +789,12 @@ def test_a_transposed_tensor_is_refused_by_name(tmp_path, name):
 def test_a_flag_out_of_its_range_is_refused_in_one_line_that_names_it(base, option, value):
     line = refusal(base(QWEN3).directory, **{option: value})
     assert option in line.replace("-", "_") and str(value) in line
+
+
+def test_parity_without_the_engines_environment_is_refused_in_one_line(base, monkeypatch, tmp_path):
+    monkeypatch.setattr(model, "ENGINE", tmp_path / "python")
+    with pytest.raises(ValueError, match="python is missing: `uv run sampler.py install` makes .*environment$"):
+        model.parity(str(base(QWEN3).directory))
 
 
 # ---- the demo model
