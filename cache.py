@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # -> checkpoint_type
 SNAPSHOTS = "snapshots"  # the segment of ephemeral sampler snapshots: clients cannot name it, no manifest lies there
 MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
+Content = Buffer | Callable[[Path], object]  # of a file: bytes, a contiguous array, or what writes it
 STAGED = ".tmp-"  # what a folder's name begins with until all of its files are written
 
 
@@ -151,7 +152,7 @@ class Store:
     def write(
         self,
         path: TinkerPath,
-        files: Mapping[str, Buffer],
+        files: Mapping[str, Content],
         *,
         meta: dict[str, Any],
         ttl_seconds: int | None = None,
@@ -159,7 +160,7 @@ class Store:
         user_metadata: dict[str, Any] | None = None,
         public: bool = False,
     ) -> Checkpoint:
-        """Keep `files` (relative path -> bytes or a contiguous array) under `path`: all of them, or none."""
+        """Keep `files` (by relative path) under `path`: all of them, or none."""
         assert path.segment in SEGMENTS, path
         expires_at = expiry(ttl_seconds)
         self._occupant(path, overwrite)  # refuse before gigabytes are written, and once more when they are
@@ -186,11 +187,11 @@ class Store:
                     self._remove_object(old.folder)
                 return self._read_manifest(self._manifest_file(path))
 
-    def write_snapshot(self, run_id: str, files: Mapping[str, Buffer], *, meta: dict[str, Any]) -> Checkpoint:
+    def write_snapshot(self, run_id: str, files: Mapping[str, Content], *, meta: dict[str, Any]) -> Checkpoint:
         """A sampler snapshot without a manifest, hence garbage at the next start: like its sampling session, it does
-        not outlive the process, and so nothing is fsynced."""
+        not outlive the process, and so nothing is fsynced or hashed."""
         check_run_id(run_id)
-        with self._staged(files) as (staged, entries):
+        with self._staged(files, digest=False) as (staged, entries):
             folder = staged.rename(self._objects / staged.name.removeprefix(STAGED))
         path = TinkerPath(run_id, SNAPSHOTS, folder.name)
         return Checkpoint(path=path, folder=folder, files=entries, meta=meta, created=datetime.now(UTC))
@@ -207,14 +208,16 @@ class Store:
         return old
 
     @contextmanager
-    def _staged(self, files: Mapping[str, Buffer]) -> Iterator[tuple[Path, dict[str, dict[str, Any]]]]:
+    def _staged(
+        self, files: Mapping[str, Content], *, digest: bool = True
+    ) -> Iterator[tuple[Path, dict[str, dict[str, Any]]]]:
         """A folder with `files` in it, and their sizes and hashes; unless the body renames it, it is removed."""
         assert files and not self._lock_file.closed
         for part in "/".join(files).split("/"):
             check_name(part)
         staged = self._objects / f"{STAGED}{new_id()}"
         try:
-            yield staged, {relpath: _write_file(staged / relpath, data) for relpath, data in files.items()}
+            yield staged, {name: _write_file(staged / name, each, digest=digest) for name, each in files.items()}
         except OSError as error:
             raise RuntimeError(f"cannot write a checkpoint under {self.root}: {error}") from error
         finally:
@@ -351,19 +354,23 @@ class Store:
         return sorted(live, key=lambda checkpoint: checkpoint.created, reverse=True)
 
 
-def _write_file(file: Path, data: Buffer) -> dict[str, Any]:
+def _write_file(file: Path, content: Content, *, digest: bool) -> dict[str, Any]:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(data)
-    return {"bytes": memoryview(data).nbytes, "sha256": hashlib.sha256(data).hexdigest()}
+    content(file) if callable(content) else file.write_bytes(content)
+    return _found(file) if digest else {"bytes": file.stat().st_size}
+
+
+def _found(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
 
 
 def _verify(checkpoint: Checkpoint) -> None:
     for relpath, entry in checkpoint.files.items():
         file = checkpoint.folder / relpath
         try:
-            with file.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            found = {"bytes": file.stat().st_size, "sha256": digest}
+            found = _found(file)
         except OSError as error:
             found = error
         if found != entry:

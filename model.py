@@ -7,8 +7,8 @@
 Invariants
   1. The base is built abstractly and filled leaf by leaf, each straight into its shards: no second copy of it.
   2. The head is kept [V, D], apart from the model: nothing here ever forms logits over a whole tile.
-  3. An adapter is `dict[path, float32 array]`, all of the same shapes: zero columns beyond its rank, zero matrices in
-     modules that it does not train. Their gradients are zero too, so they stay so: no mask is needed anywhere.
+  3. An adapter is `dict[path, float32 array]`, all of the same shapes: zeros beyond its rank, zero matrices in modules
+     that it does not train. Their gradients are zero too, so they stay so: no mask is needed anywhere.
   4. Names, transposes, head layouts and pre-scaled kernels are read off MaxText's import hooks, not written again.
      `check_peft` holds what comes of them against the weight files alone.
 
@@ -59,7 +59,7 @@ LLAMA31_ROPE = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "origi
 PEFT_KEY = re.compile(r"base_model\.model\.(.+\.(?:[qkvo]|gate|up|down)_proj)\.lora_[AB]\.weight")
 PEFT_FREE = ("r", "target_modules", "task_type", "lora_dropout", "base_model_name_or_path", "inference_mode")
 ENGINE = Path(__file__).with_name(".engine") / "bin" / "python"  # the environment with vLLM, torch and PEFT
-# "layers_0/self_attention/query/a" -> (in, R), ".../b" -> (R, out); scanned: (in, L, R), (R, L, out)
+# "layers_0/self_attention/query/a" -> (R, in), ".../b" -> (out, R), as PEFT has them; scanned: (L, R, in), (L, out, R)
 Adapter = dict[str, Array]
 
 
@@ -110,6 +110,10 @@ class Kernel:
     def module(self) -> str:
         return self.path.rsplit("/", 1)[1]
 
+    @property
+    def moved(self) -> bool:
+        return self.scale != 1 or not np.array_equal(self.perm, np.arange(len(self.perm)))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
@@ -156,8 +160,12 @@ class Model:
 
     def module(self, base: nnx.State, adapter: Adapter) -> Hidden:
         """The callable model for use inside jit; copy=True because merging shared variables inside grad raises."""
-        lora = jax.tree.unflatten(self.lora_tree, [adapter[path] for path in self.shapes])
-        return nnx.merge(self.graph, lora, base, copy=True)
+        return nnx.merge(self.graph, self.lora(adapter), base, copy=True)
+
+    def lora(self, adapter: Adapter) -> nnx.State:
+        """The adapter as qwix's parameters, (in, [L,] R) and (R, [L,] out)."""
+        turned = [jnp.moveaxis(adapter[path], -1, 0) for path in self.shapes]  # XLA folds it into the product
+        return jax.tree.unflatten(self.lora_tree, turned)
 
     def hidden(
         self,
@@ -181,7 +189,7 @@ class Model:
         return {k: (v * scale if k.endswith("/b") else v).astype(self.dtype) for k, v in adapter.items()}
 
     def new_adapter(self, *, seed: int, rank: int, attn: bool = True, mlp: bool = True) -> Adapter:
-        """a ~ U(-1/sqrt(in), 1/sqrt(in)) in the first `rank` columns (torch's and PEFT's default), b = 0.
+        """a ~ U(-1/sqrt(in), 1/sqrt(in)) in the first `rank` rows (torch's and PEFT's default), b = 0.
 
         The rank is the leading axis of each draw, so a seed gives the same adapter whatever the server's max_rank is.
         """
@@ -195,18 +203,21 @@ class Model:
         return _zeros(self)
 
     def to_peft(self, adapter: Mapping[str, np.ndarray], *, rank: int) -> dict[str, np.ndarray]:
-        """Host arrays -> PEFT's tensors, lora_A (rank, in) and lora_B (out, rank), for the modules that are trained."""
+        """Host arrays -> PEFT's tensors, lora_A (rank, in) and lora_B (out, rank), for the modules that are trained;
+        views of the arrays, where the two are the same.
+        """
         tensors = {}
         for kernel in self.kernels:
             a, b = np.asarray(adapter[f"{kernel.path}/a"]), np.asarray(adapter[f"{kernel.path}/b"])
             if not a.any() and not b.any():
                 continue  # not trained
             for layer, name in enumerate(kernel.hf_names):
-                a_layer, b_layer = (a[:, layer], b[:, layer]) if kernel.stacked else (a, b)
-                b_hf = np.empty_like(b_layer.T)
-                b_hf[kernel.perm] = b_layer.T / kernel.scale
-                tensors[f"base_model.model.{name}.lora_A.weight"] = np.ascontiguousarray(a_layer.T[:rank])
-                tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(b_hf[:, :rank])
+                a_layer, b_layer = (a[layer], b[layer]) if kernel.stacked else (a, b)
+                if kernel.moved:
+                    b_layer, b_ours = np.empty_like(b_layer), b_layer
+                    b_layer[kernel.perm] = b_ours / kernel.scale
+                tensors[f"base_model.model.{name}.lora_A.weight"] = a_layer[:rank]
+                tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(b_layer[:, :rank])
         return tensors
 
     def from_peft(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -215,17 +226,17 @@ class Model:
         for kernel in self.kernels:
             a, b = adapter[f"{kernel.path}/a"], adapter[f"{kernel.path}/b"]
             for layer, name in enumerate(kernel.hf_names):
-                a_layer, b_layer = (a[:, layer], b[:, layer]) if kernel.stacked else (a, b)
+                a_layer, b_layer = (a[layer], b[layer]) if kernel.stacked else (a, b)
                 keys = [f"base_model.model.{name}.lora_{part}.weight" for part in "AB"]
                 if not any(key in left for key in keys):
                     continue
                 a_hf, b_hf = (left.pop(key, np.empty(0)) for key in keys)
                 rank = a_hf.shape[0] if a_hf.ndim else 0
-                (inner, limit), out = a_layer.shape, b_layer.shape[1]
+                (limit, inner), out = a_layer.shape, b_layer.shape[0]
                 if (a_hf.shape, b_hf.shape) != ((rank, inner), (out, rank)) or rank > limit:
                     found = f"{keys[0]} and lora_B have shapes {a_hf.shape} and {b_hf.shape}"
                     raise ValueError(f"{found}; this base takes ({limit} at most, {inner}) and ({out}, the same rank)")
-                a_layer[:, :rank], b_layer[:rank] = a_hf.T, b_hf[kernel.perm].T * kernel.scale
+                a_layer[:rank], b_layer[:, :rank] = a_hf, b_hf[kernel.perm] * kernel.scale
         if left:
             raise ValueError(f"adapter tensor {min(left)} matches no module of {self.name}")
         return adapter
@@ -298,10 +309,10 @@ def _new_adapter(model: Model, trained: tuple[str, ...], seed, rank) -> Adapter:
     adapter, kept = model.zeros(), jnp.arange(model.config.max_rank) < rank
     for i, kernel in enumerate(model.kernels):
         if kernel.path in trained:
-            shape = model.shapes[f"{kernel.path}/a"]
+            *layers, most, inner = model.shapes[f"{kernel.path}/a"]
             key = jax.random.fold_in(jax.random.key(seed), i)
-            draw = jax.random.uniform(key, (shape[-1], *shape[:-1]), minval=-1, maxval=1)  # [R, in, ...]
-            adapter[f"{kernel.path}/a"] = jnp.where(kept, jnp.moveaxis(draw / math.sqrt(shape[0]), 0, -1), 0)
+            draw = jax.random.uniform(key, (most, *layers, inner), minval=-1, maxval=1) / math.sqrt(inner)
+            adapter[f"{kernel.path}/a"] = jnp.where(kept[:, None], jnp.moveaxis(draw, 0, -2), 0)
     return jax.lax.with_sharding_constraint(adapter, model.sharding())
 
 
@@ -319,18 +330,14 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
     directory = resolve(config.model, state_dir)
     model, cfg = _abstract(config, read_config(directory), directory, devices or jax.devices())
 
-    from maxtext.checkpoint_conversion.utils import param_mapping
-
-    family = FAMILIES[model.hf_config["architectures"][0]][0]
-    sources = param_mapping.PARAM_MAPPING[family](model.hf_config, cfg, scan_layers=cfg.scan_layers)
-    hooks = param_mapping.HOOK_FNS[family](model.hf_config, cfg, scan_layers=cfg.scan_layers, saving_to_hf=False)
+    sources, hooks = _sources(model.hf_config, cfg)
     tensors = Tensors(directory)
 
     def fill(path, leaf):
         key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
         kernel = "/".join(map(str, path[2:-1]))
         adapted = f"{kernel}/a" in model.shapes
-        hf_shape = (model.shapes[f"{kernel}/b"][-1], model.shapes[f"{kernel}/a"][0]) if adapted else None
+        hf_shape = (model.shapes[f"{kernel}/b"][-2], model.shapes[f"{kernel}/a"][-1]) if adapted else None
         return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis, hf_shape)
 
     base = nnx.from_flat_state(
@@ -343,13 +350,12 @@ def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -
     tensors.check_all_read()
     norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
     _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], model, norms)
-    kernels = _kernels(sources, hooks, model.shapes, model.base, cfg.scan_layers)
-    return dataclasses.replace(model, base=base, head=head, kernels=kernels, hf_shapes=tensors.shapes)
+    return dataclasses.replace(model, base=base, head=head, hf_shapes=tensors.shapes)
 
 
 def abstract(config: ModelConfig, *, devices: list) -> Model:
     """The model in shapes and shardings alone: no weights are read and nothing is allocated, so that `devices` may be
-    those of a topology that is not here. It can be compiled, and has no `kernels`. ValueError as `load`.
+    those of a topology that is not here. It can be compiled, and its adapters exported. ValueError as `load`.
     """
     hf_config, directory = describe(config.model)
     return _abstract(config, hf_config, directory, devices)[0]
@@ -475,6 +481,7 @@ def _abstract(config: ModelConfig, hf_config: dict, directory: Path, devices: li
         flat = nnx.to_flat_state(base)
         tied = lambda path, leaf: leaf.replace(head) if path[-1] == "embedding" else leaf
         base = nnx.from_flat_state([(path, tied(path, leaf)) for path, leaf in flat])
+    shapes = {_adapter_path(path): (*leaf.shape[1:], leaf.shape[0]) for path, leaf in nnx.to_flat_state(lora)}
     model = Model(
         name=config.model,
         directory=directory,
@@ -485,9 +492,9 @@ def _abstract(config: ModelConfig, hf_config: dict, directory: Path, devices: li
         graph=graph,
         base=base,
         head=head,
-        kernels=(),
+        kernels=_kernels(*_sources(hf_config, cfg), shapes, base, cfg.scan_layers),
         hf_shapes={},
-        shapes={_adapter_path(path): leaf.shape for path, leaf in nnx.to_flat_state(lora)},
+        shapes=shapes,
         lora_tree=jax.tree.structure(lora),
     )
     return model, cfg
@@ -570,6 +577,15 @@ def _adapter_path(path: tuple) -> str:
     return "/".join([*map(str, path[2:-1]), path[-1][-1]])
 
 
+def _sources(hf_config: dict, cfg) -> tuple[dict, dict]:
+    """(Hugging Face's name, or its names layer by layer, of each of MaxText's arrays; what is done to a tensor)."""
+    from maxtext.checkpoint_conversion.utils import param_mapping
+
+    family, scan = FAMILIES[hf_config["architectures"][0]][0], cfg.scan_layers
+    hooks = param_mapping.HOOK_FNS[family](hf_config, cfg, scan_layers=scan, saving_to_hf=False)
+    return param_mapping.PARAM_MAPPING[family](hf_config, cfg, scan_layers=scan), hooks
+
+
 def _kernels(sources: dict, hooks: dict, shapes: dict, params: nnx.State, scan: bool) -> tuple[Kernel, ...]:
     """Where every adapted matrix stands in the Hugging Face model; layers share what their module's hook does."""
     kernels, flat, memo = [], {path[2:-1]: leaf.shape for path, leaf in nnx.to_flat_state(params)}, {}
@@ -578,9 +594,8 @@ def _kernels(sources: dict, hooks: dict, shapes: dict, params: nnx.State, scan: 
         key = "-".join(["params", "decoder", *parts, "kernel"])
         if parts[-1] not in memo:
             shape = flat[parts][:1] + flat[parts][2:] if scan else flat[parts]  # of one layer
-            memo[parts[-1]] = _probe(
-                hooks.get(key), shape, rows=shapes[f"{path}/b"][-1], columns=shapes[f"{path}/a"][0]
-            )
+            sizes = dict(rows=shapes[f"{path}/b"][-2], columns=shapes[f"{path}/a"][-1])
+            memo[parts[-1]] = _probe(hooks.get(key), shape, **sizes)
         names = sources[key] if scan else [sources[key]]
         kernels.append(Kernel(path, tuple(name.removesuffix(".weight") for name in names), scan, *memo[parts[-1]]))
     return tuple(kernels)

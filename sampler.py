@@ -50,7 +50,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from model import Adapter, Model
-from router import Refusal, Router, RouterConfig
+from router import Refusal, Router, RouterConfig, to_the_end
 
 log = logging.getLogger("sampler")
 
@@ -188,8 +188,7 @@ def programs(model: Model, graph: nnx.GraphDef):
 
     def forward(row, adapter: Adapter, base, head, tokens, positions):  # tokens [t] -> row, logits float32 [t, V]
         with model.tracing():
-            lora = jax.tree.unflatten(model.lora_tree, [adapter[path] for path in model.shapes])
-            module = nnx.merge(graph, row, lora, base, copy=True)
+            module = nnx.merge(graph, row, model.lora(adapter), base, copy=True)
             hidden = module(tokens[None], positions[None], jnp.ones_like(tokens)[None])[0]
         return nnx.state(module, nnx.Cache), jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
 
@@ -575,7 +574,7 @@ class Fleet:
         self.folders = self.root / "adapters"  # what replicas read; nobody else writes or removes there
         self.served: collections.OrderedDict[str, Path] = collections.OrderedDict()  # least recently used first
         self.shelf = asyncio.Lock()  # one change of what is served at a time
-        self.lost_logprobs = 0
+        self.seeded, self.lost_logprobs = True, 0
         self.unanswered: set[Future] = set()
         self.background: set[asyncio.Task] = set()
         commands = [] if config.replica else replica_commands(model, config, self.root)
@@ -625,6 +624,7 @@ class Fleet:
 
     # -- in the fleet's own thread: hot swap
 
+    @to_the_end
     async def _load(self, folder: Path) -> None:
         """Have every replica serve the folder's adapter, by the folder's name: no other will ever have it."""
         name, mine = folder.name, self.folders / folder.name
@@ -657,6 +657,7 @@ class Fleet:
             if len(self.served) > self.config.versions:
                 await self._drop(self._oldest())
 
+    @to_the_end
     async def _unload(self, name: str) -> None:
         async with self.shelf:
             if name in self.served:
@@ -679,8 +680,7 @@ class Fleet:
     async def _sample(self, request: Request, folder: Path | None) -> SampleResult:
         wanted = request.prompt_logprobs and not request.topk_prompt_logprobs
         scores = self.score(request.prompt, folder) if wanted else None
-        payload = vllm_request(request, self.eos, self.context_tokens, scored=scores is not None)
-        result, lost = vllm_result(request, await self._generate(payload, folder))
+        result, lost = vllm_result(request, await self._ask(request, folder, scored=scores is not None))
         if scores is not None:
             result.prompt_logprobs = last_n(await asyncio.wrap_future(scores), request.prompt_logprobs_last_n)
         if lost:
@@ -688,8 +688,9 @@ class Fleet:
             log.warning("%d log-probs were NaN, and are returned as %g (%d so far)", lost, LOST, self.lost_logprobs)
         return result
 
-    async def _generate(self, payload: dict, folder: Path | None) -> dict:
+    async def _ask(self, request: Request, folder: Path | None, *, scored: bool = False) -> dict:
         """The answer of a replica that serves the folder's adapter; whatever the fleet fails at is tried again."""
+        payload = vllm_request(request, self.eos, self.context_tokens, seeded=self.seeded, scored=scored)
         name = folder.name if folder is not None else BASE
         for wait_s in (*RETRY_S, None):
             if folder is not None:
@@ -714,7 +715,7 @@ class Fleet:
         shutil.rmtree(self.folders, ignore_errors=True)
         self.folders.mkdir(parents=True)
         await self.router.__aenter__()
-        tasks = [self._spawn(self._keep(*each)) for each in commands]
+        tasks = [self._spawn(self._keep(self.root / f"replica-{i}.log", *each)) for i, each in enumerate(commands)]
         started, said, replicas = time.monotonic(), 0, self.router.replicas
         while len(self.router.ready) < len(replicas):
             for task in tasks:
@@ -727,16 +728,16 @@ class Fleet:
         for name in list(self.router.adapters):  # another server's, on replicas that were running
             await self.router.unload_lora(name)
         self.context_tokens = min(self.context_tokens, self.router.models[0].get("max_model_len", self.context_tokens))
+        first = _WarmUpRequest(np.zeros(2, np.int32))  # it has a seed
         try:
-            await self._generate(vllm_request(_WarmUpRequest(np.zeros(2, np.int32)), self.eos, 3), None)
+            await self._ask(first, None)
         except ValueError as error:
-            raise RuntimeError(
-                f"{replicas[0].url} takes no tokens; start it with --enable-scale-out: {error}"
-            ) from None
+            self.seeded = False
+            log.warning("replicas take no seed, as on TPUs: requests that have one are sampled without (%s)", error)
+            await self._ask(first, None)
 
-    async def _keep(self, url: str, command: list[str], environment: dict[str, str]) -> None:
+    async def _keep(self, file: Path, url: str, command: list[str], environment: dict[str, str]) -> None:
         """A replica's process, again whenever it has died: the router gives it every adapter, and then traffic."""
-        file = self.root / f"{url.rpartition(':')[2]}.log"
         wait_s, asked = 1.0, dict[str, Any](stdin=subprocess.PIPE, env=environment, start_new_session=True)
         while True:
             started = time.monotonic()
@@ -778,7 +779,7 @@ def last_words(file: Path) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
 
 
-def vllm_request(request: Request, eos: frozenset[int], context_tokens: int, *, scored: bool = False) -> dict:
+def vllm_request(request: Request, eos: frozenset[int], context_tokens: int, *, seeded: bool, scored: bool) -> dict:
     """The body of /inference/v1/generate, but for the model. `scored`: the prompt is, by someone else."""
     params, n = request.params, len(request.prompt)
     sampling: dict[str, Any] = dict(
@@ -793,7 +794,7 @@ def vllm_request(request: Request, eos: frozenset[int], context_tokens: int, *, 
         detokenize=bool(params.stop_strings),
         logprobs=request.topk_sample_logprobs + 1,  # the sampled token counts as one of them
     )
-    if params.seed is not None:
+    if params.seed is not None and seeded:
         sampling["seed"] = params.seed % 2**62  # vLLM's end at 2**63, and it adds the number of the sample
     if request.topk_prompt_logprobs or (request.prompt_logprobs and not scored):
         sampling["prompt_logprobs"] = request.topk_prompt_logprobs

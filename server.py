@@ -34,7 +34,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -188,6 +188,14 @@ def find[T](table: dict[str, T], key: str, what: str) -> T:
     return table[key]
 
 
+def idle(samplers: Iterable[SamplingSession], now: float) -> list[SamplingSession]:
+    """Those whose snapshot nobody has sampled for long, but for the newest of each run; `samplers` oldest first."""
+    held = [(sampler, sampler.snapshot.path.run_id) for sampler in samplers if sampler.snapshot is not None]
+    newest = {run_id: sampler for sampler, run_id in held}
+    old = lambda sampler: now - sampler.last_used > KEEP_RESULTS_S
+    return [sampler for sampler, run_id in held if old(sampler) and newest[run_id] is not sampler]
+
+
 def queued(work: Callable[..., Awaitable[dict]]) -> Callable[..., dict]:
     """Makes a verb of what is to be done with a model when its turn comes: the client gets a promise of it."""
 
@@ -320,8 +328,11 @@ class Service:
             promise.cancel()
         if (snapshot := sampler.snapshot) is not None:
             sampler.snapshot, sampler.retired = None, True
-            await asyncio.wrap_future(self.sampler.retire(snapshot.folder))
-            await in_thread(self.store.remove_snapshot, snapshot)
+            try:
+                await asyncio.wrap_future(self.sampler.retire(snapshot.folder))
+                await in_thread(self.store.remove_snapshot, snapshot)
+            except Exception:
+                log.exception("%s stays until the next start", snapshot.folder)
 
     async def make_room(self, own: Session) -> None:
         """A new adapter needs a place: other sessions that have been silent for long give up theirs."""
@@ -478,7 +489,7 @@ class Service:
 
     @queued
     async def save_weights_for_sampler(self, run: Run, request: types.SaveWeightsForSamplerRequest) -> dict:
-        files = await in_thread(peft_files, *await self.on_device(self.trainer.snapshot, run.model_id))
+        files = peft_files(*await self.on_device(self.trainer.snapshot, run.model_id))
         if request.path is not None:
             saved = await self.keep(run, request, "sampler_weights", request.path, files, {})
             return {"type": "save_weights_for_sampler", "path": str(saved.path)}
@@ -487,7 +498,7 @@ class Service:
         self.add_sampler(SamplingSession(sampler_id, run.session, None, snapshot.folder, snapshot))
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-    async def snapshot(self, run_id: str, files: dict[str, bytes]) -> cache.Checkpoint:
+    async def snapshot(self, run_id: str, files: dict[str, cache.Content]) -> cache.Checkpoint:
         """A folder that the sampler serves from now on."""
         snapshot = await in_thread(self.store.write_snapshot, run_id, files, meta={})
         try:
@@ -501,7 +512,7 @@ class Service:
     async def save_weights_external(self, run: Run, request: types.SaveWeightsExternalRequest) -> dict:
         if request.age_encryption_recipients:
             raise ValueError("age_encryption_recipients: encrypted exports are not supported; leave it out")
-        files = await in_thread(peft_files, *await self.on_device(self.trainer.snapshot, run.model_id))
+        files = peft_files(*await self.on_device(self.trainer.snapshot, run.model_id))
         saved = await self.keep(run, request, "external_weights", request.path, files, {})
         return {"type": "save_weights_external", "path": str(saved.path), "size_bytes": saved.size_bytes}
 
@@ -538,7 +549,7 @@ class Service:
             return checkpoint.folder, None
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
         exported = await in_thread(self.trainer.export, tensors, checkpoint.meta)
-        snapshot = await self.snapshot(checkpoint.path.run_id, await in_thread(peft_files, *exported))
+        snapshot = await self.snapshot(checkpoint.path.run_id, peft_files(*exported))
         return snapshot.folder, snapshot
 
     def score(self, prompt: np.ndarray, folder: Path | None) -> Future | None:
@@ -616,17 +627,11 @@ class Service:
         promise.cancel()
         return {"request_id": promise.request_id}
 
-    def idle(self) -> list[SamplingSession]:
-        """Those with a snapshot that nobody has sampled for long, but the newest of each run."""
-        held = [(sampler, sampler.snapshot.path.run_id) for sampler in self.samplers.values() if sampler.snapshot]
-        newest, old = {run_id: sampler for sampler, run_id in held}, time.monotonic() - KEEP_RESULTS_S
-        return [sampler for sampler, run_id in held if sampler.last_used < old and newest[run_id] is not sampler]
-
     async def sweep(self) -> None:
         """Once a minute: forget old results and snapshots, remove expired checkpoints."""
         while True:
             await asyncio.sleep(60)
-            for sampler in self.idle():
+            for sampler in idle(self.samplers.values(), time.monotonic()):
                 await self.end_sampler(sampler)
             old = time.monotonic() - KEEP_RESULTS_S
             kept = {key: p for key, p in self.promises.items() if p.finished_at >= old}
@@ -641,10 +646,10 @@ def check_optimizer(kind: str) -> None:
         raise ValueError(f"optimizer {kind!r} is not supported; this server has adamw")
 
 
-def peft_files(tensors: dict, config: dict) -> dict[str, bytes]:
+def peft_files(tensors: dict, config: dict) -> dict[str, cache.Content]:
     """An adapter folder as PEFT, vLLM and the embedded engine read it."""
-    weights = safetensors.numpy.save(tensors, {"format": "pt"})
-    return {"adapter_model.safetensors": weights, "adapter_config.json": json.dumps(config, indent=2).encode()}
+    save = lambda file: safetensors.numpy.save_file(tensors, file, {"format": "pt"})  # never the whole in one piece
+    return {"adapter_model.safetensors": save, "adapter_config.json": json.dumps(config, indent=2).encode()}
 
 
 # ---- what the client and the CLI may look at

@@ -921,8 +921,8 @@ class Trainer:
 
 
 def _cut(path: str, array: np.ndarray, rank: int) -> np.ndarray:
-    """The part of an adapter's array that is not padding: a's are (.., R), b's (R, ..)."""
-    return array[..., :rank] if path.endswith("/a") else array[:rank]
+    """The part of an adapter's array that is not padding: a's are (.., R, in), b's (.., out, R)."""
+    return array[..., :rank, :] if path.endswith("/a") else array[..., :rank]
 
 
 @dataclasses.dataclass

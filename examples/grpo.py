@@ -206,12 +206,13 @@ def plot(before: dict, steps: list[dict], after: dict, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(state_dir: Path) -> Iterator[str]:
+def served(state_dir: Path, *flags: str) -> Iterator[str]:
     """server.py as a child process; yields its address."""
     state_dir.mkdir(parents=True, exist_ok=True)
     log = state_dir / "server.log"
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, SERVER, "--port=0", "--state-dir", state_dir], stdout=out, stderr=out)
+        command = [sys.executable, SERVER, "--port=0", "--state-dir", state_dir, *flags]
+        child = subprocess.Popen(command, stdout=out, stderr=out)
     try:
         give_up = time.monotonic() + START_S
         while not (ready := re.search(r"TINKER_BASE_URL=(\S+)", log.read_text())):

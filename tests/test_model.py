@@ -112,8 +112,8 @@ def random_adapter(m: Model, seed: int = 0, rank: int = RANK) -> dict[str, np.nd
     rng = np.random.default_rng(seed)
     adapter = {path: np.zeros(shape, np.float32) for path, shape in m.shapes.items()}
     for path, array in adapter.items():
-        part = array[..., :rank] if path.endswith("/a") else array[:rank]
-        part[:] = rng.standard_normal(part.shape) * (array.shape[0] ** -0.5 if path.endswith("/a") else 0.03)
+        part = array[..., :rank, :] if path.endswith("/a") else array[..., :rank]
+        part[:] = rng.standard_normal(part.shape) * (array.shape[-1] ** -0.5 if path.endswith("/a") else 0.03)
     return adapter
 
 
@@ -384,7 +384,7 @@ def gradients(m: Model, adapter) -> dict[str, np.ndarray]:
 
 def beyond(path: str, array, rank: int) -> np.ndarray:
     """The part of an adapter's array that a smaller rank leaves unused."""
-    return np.asarray(array)[..., rank:] if path.endswith("/a") else np.asarray(array)[rank:]
+    return np.asarray(array)[..., rank:, :] if path.endswith("/a") else np.asarray(array)[..., rank:]
 
 
 @TWO
@@ -395,7 +395,7 @@ def test_every_layer_of_every_kernel_gets_a_gradient_and_its_unused_columns_none
     adapter = random_adapter(m)
     fresh = {path: array * path.endswith("/a") for path, array in adapter.items()}  # b = 0, as every adapter begins
     for path, g in gradients(m, fresh).items():
-        layers = np.moveaxis(g, 1, 0) if scan else g[None]
+        layers = g if scan else g[None]
         assert all(layer.any() == path.endswith("/b") for layer in layers), path  # b = 0: nothing reaches a
         assert not beyond(path, g, RANK).any(), path
     for path, g in gradients(m, adapter).items():
@@ -460,7 +460,7 @@ def test_a_fresh_adapter_is_uniform_in_a_and_zero_in_b(base):
     m = base(QWEN3, max_rank=32)
     adapter = jax.device_get(m.new_adapter(seed=3, rank=32))
     for path, array in adapter.items():
-        limit = array.shape[0] ** -0.5
+        limit = array.shape[-1] ** -0.5
         if path.endswith("/b"):
             assert not array.any()
         else:

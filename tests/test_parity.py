@@ -3,21 +3,14 @@
 Every pair agrees to 1e-4 nats a token in float32, for adapters that have moved log-probs by whole nats.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import jax
 import numpy as np
 import pytest
@@ -27,24 +20,25 @@ from test_sampler import STEP, publish, request, score
 
 import model
 from model import ENGINE, Model, ModelConfig, hugging_face, load, write_demo
-from sampler import EmbeddedEngine, SamplerConfig
+from sampler import EmbeddedEngine, Fleet, SamplerConfig
 from trainer import Trainer, TrainerConfig
 from wire import Datum
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOLERANCE = 1e-4  # nats
+ROOT = ENGINE.parent.parent
 SIZES = model.DEMO_CONFIG | dict(hidden_size=64, intermediate_size=96, rms_norm_eps=1e-5)
 LLAMA = SIZES | dict(architectures=["LlamaForCausalLM"], model_type="llama")
 TIED = dict(tie_word_embeddings=True)
-BASES = {
-    "qwen3": SIZES,
-    "qwen3-tied": SIZES | TIED,
-    "llama": LLAMA | LLAMA3_ROPE | dict(max_position_embeddings=16_384),
-    "llama-tied": LLAMA | TIED,
+BASES = {  # and whether the trainer scans its layers
+    "qwen3": (SIZES, True),
+    "qwen3-tied": (SIZES | TIED, False),
+    "llama": (LLAMA | LLAMA3_ROPE | dict(max_position_embeddings=16_384), False),
+    "llama-tied": (LLAMA | TIED, True),
 }
 ADAPTERS = {False: {"all": {}, "attention": dict(train_mlp=False)}, True: {"all": {}, "mlp": dict(train_attn=False)}}
-RANKS = {"all": 4, "attention": 8, "mlp": 1}
+RANKS = {"all": 4, "attention": 2, "mlp": 1}
 ROW, SAMPLED = 256, 8
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (1, 40, ROW - 2 * SAMPLED)]
 
@@ -67,10 +61,10 @@ def cases(tmp_path_factory) -> dict[str, list[Case]]:
     """Of each base, scored by all but vLLM."""
     root = tmp_path_factory.mktemp("parity")
     tokenizer, made = write_demo(root / "demo"), {}
-    for name, config in BASES.items():
+    for name, (config, scan) in BASES.items():
         shutil.copytree(tokenizer, root / name)
         write(root / name, config, weights(config))
-        made[name] = [case for scan in ADAPTERS for case in trained(root / name, scan)]
+        made[name] = list(trained(root / name, scan))
     every = [case for those in made.values() for case in those]
     jobs = [(case.directory, case.folder, tokens) for case in every for tokens in case.sequences]
     answers = iter(hugging_face(jobs))
@@ -119,87 +113,29 @@ def train(trainer: Trainer, model_id: str, seed: int) -> None:
         assert trainer.optim_step(model_id, STEP)["optim/skipped"] == 0
 
 
-VLLM_ENVIRONMENT = dict(
-    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_SERVER_DEV_MODE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1",
-)  # fmt: skip
-VLLM_FLAGS = (
-    "--dtype=float32 --max-model-len=512 --max-num-seqs=8 --max-num-batched-tokens=512 --kv-cache-memory-bytes=64M "
-    "--block-size=32 --enforce-eager --enable-lora --max-loras=4 --max-cpu-loras=4 --max-lora-rank=8 "
-    "--logprobs-mode=processed_logprobs --enable-scale-out --generation-config=vllm --served-model-name=base"
-)
-
-
-@contextlib.contextmanager
-def vllm(directory: Path, log: Path) -> Iterator[httpx.Client]:
-    """A client of a vLLM server of its own, which ends with the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [ENGINE, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--port", port]
-    with log.open("w") as out:
-        environment = os.environ | VLLM_ENVIRONMENT
-        command += VLLM_FLAGS.split()
-        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            while True:
-                assert server.poll() is None, log.read_text()[-4000:]
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get("/health").is_success:
-                        break
-                time.sleep(0.5)
-            yield client
-    finally:
-        server.terminate()  # the front end ends its engine, and frees what they share
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(timeout=20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def ask(client: httpx.Client, name: str, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(log-probs of all tokens but the first, sampled tokens, their log-probs)."""
-    params = dict(max_tokens=SAMPLED, temperature=1.0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
-    answer = client.post(
-        "/inference/v1/generate", json=dict(model=name, token_ids=tokens.tolist(), sampling_params=params)
-    )
-    assert answer.is_success, answer.text
-    (choice,) = answer.json()["choices"]
-    _, *scored = answer.json()["prompt_logprobs"]
-    prompt = [at[str(token)]["logprob"] for at, token in zip(scored, tokens[1:], strict=True)]
-    sampled = [at["logprob"] for at in choice["logprobs"]["content"]]
-    return np.array(prompt), np.array(choice["token_ids"], np.int32), np.array(sampled)
-
-
 def largest(these: list[np.ndarray], those: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(these, those, strict=True))
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_four_programs_give_the_same_log_probs(cases, name, tmp_path):
-    replies = {}
-    with vllm(cases[name][0].directory, tmp_path / "vllm.log") as client:
-        for case in cases[name]:
-            served = "base" if case.folder is None else case.folder.name
-            if case.folder is not None:
-                loaded = client.post("/v1/load_lora_adapter", json=dict(lora_name=served, lora_path=str(case.folder)))
-                assert loaded.is_success, loaded.text
-            replies[case.name] = [ask(client, served, tokens) for tokens in case.sequences]
-    gaps = {}
+    fleet = Fleet(cases[name][0].trainer.model, SamplerConfig(sampler="vllm", slots=8, engine_dir=ROOT), tmp_path)
+    fleet.warm_up()
+    gaps, asked = {}, dict(max_tokens=SAMPLED, prompt_logprobs=True)
     for case in cases[name]:
-        case.scores["vLLM"] = [prompt for prompt, _, _ in replies[case.name]]
+        replies = [fleet.submit(request(tokens, **asked), case.folder) for tokens in case.sequences]
+        replies = [reply.result() for reply in replies]
+        case.scores["vLLM"] = [reply.prompt_logprobs[1:] for reply in replies]
         for one, other in itertools.combinations(case.scores, 2):
             gaps[f"{case.name}: {one}, {other}"] = largest(case.scores[one], case.scores[other])
-        pairs = zip(case.sequences, replies[case.name], strict=True)
-        again = [score(case.trainer, case.model_id, np.concatenate([tokens, more])) for tokens, (_, more, _) in pairs]
-        gaps[f"{case.name}: vLLM's samples, trainer"] = largest(
-            [logprobs[-SAMPLED:] for logprobs in again], [sampled for *_, sampled in replies[case.name]]
-        )
+        sampled = [reply.sequences[0] for reply in replies]
+        again = [np.concatenate([tokens, s.tokens]) for tokens, s in zip(case.sequences, sampled, strict=True)]
+        again = [score(case.trainer, case.model_id, tokens)[-SAMPLED:] for tokens in again]
+        gaps[f"{case.name}: vLLM's samples, trainer"] = largest(again, [s.logprobs for s in sampled])
         if case.folder is not None:
             base = [score(case.trainer, "base", tokens) for tokens in case.sequences]
             assert largest(case.scores["trainer"], base) > 1  # else agreement says nothing
+    fleet.close()
     print(*(f"{gap:.1e} {pair}" for pair, gap in gaps.items()), sep="\n")
     assert not {pair: gap for pair, gap in gaps.items() if not gap <= TOLERANCE}  # NaN is no agreement
 

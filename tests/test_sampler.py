@@ -246,7 +246,7 @@ def test_a_missing_or_foreign_adapter_fails_its_request_alone(running, tmp_path)
     )
     (bad / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 32}))
     good = engine.submit(request(max_tokens=30), folders["a"])
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="nowhere is gone"):
         engine.submit(request(), tmp_path / "nowhere").result()
     with pytest.raises(ValueError, match="nonsense.lora_A.weight matches no module"):
         engine.submit(request(), bad).result()

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -627,6 +628,19 @@ def test_a_snapshot_does_not_change_when_training_goes_on(service):
     assert logprobs(client.forward([datum()], "cross_entropy").result()) == score  # nor does sampling touch the trainer
     newer = client.save_weights_and_get_sampling_client().result()
     assert newer.compute_logprobs(prompt()).result() != before
+
+
+def test_snapshots_that_nobody_samples_any_more_go_but_for_the_newest_of_a_run():
+    from server import KEEP_RESULTS_S, SamplingSession, idle
+
+    def sampler(run, used_s_ago, snapshot=True):
+        path = SimpleNamespace(path=SimpleNamespace(run_id=run)) if snapshot else None
+        return SamplingSession("x", None, None, None, path, last_used=1e6 - used_s_ago)
+
+    long = 2 * KEEP_RESULTS_S
+    gone, used, last = sampler("a", long), sampler("a", 5), sampler("a", long)
+    other, base = sampler("b", long), sampler("b", long, snapshot=False)
+    assert idle([gone, used, other, base, last], 1e6) == [gone]
 
 
 def test_named_weights_are_sampled_like_the_snapshot_they_are(service):
