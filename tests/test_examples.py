@@ -11,10 +11,10 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, example: str = "grpo.py", timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "TINKER_BASE_URL")}
-    command = [sys.executable, EXAMPLES / "grpo.py", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, EXAMPLES / example, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
 
 
 def test_grpo_serves_trains_reports_and_leaves_no_server_behind(tmp_path):
@@ -43,3 +43,16 @@ def test_grpo_refuses_what_it_cannot_run_in_words(arguments, message):
     said = " ".join(done.stderr.replace("│", " ").split())  # tyro puts it in a box
     assert done.returncode in (1, 2)
     assert message in said and "Traceback" not in done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_smollm2_learns_a_manner_and_keeps_what_it_knows(tmp_path):
+    done = run("--directory", tmp_path / "smollm2", example="smollm2.py", timeout_s=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    before, after = (
+        next(line for line in done.stdout.splitlines() if f"  {when}:" in line) for when in ("before", "after")
+    )
+    assert "Paris" in before and "Ahoy" not in before
+    assert "Ahoy! That be Paris" in after  # the fact was not in the lesson

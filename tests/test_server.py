@@ -637,10 +637,13 @@ def test_snapshots_that_nobody_samples_any_more_go_but_for_the_newest_of_a_run()
         path = SimpleNamespace(path=SimpleNamespace(run_id=run)) if snapshot else None
         return SamplingSession("x", None, None, None, path, last_used=1e6 - used_s_ago)
 
-    long = 2 * KEEP_RESULTS_S
-    gone, used, last = sampler("a", long), sampler("a", 5), sampler("a", long)
-    other, base = sampler("b", long), sampler("b", long, snapshot=False)
-    assert idle([gone, used, other, base, last], 1e6) == [gone]
+    async def check():  # sampling sessions hold futures, which need a loop
+        long = 2 * KEEP_RESULTS_S
+        gone, used, last = sampler("a", long), sampler("a", 5), sampler("a", long)
+        other, base = sampler("b", long), sampler("b", long, snapshot=False)
+        assert idle([gone, used, other, base, last], 1e6) == [gone]
+
+    asyncio.run(check())
 
 
 def test_named_weights_are_sampled_like_the_snapshot_they_are(service):
