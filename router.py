@@ -323,15 +323,20 @@ class Replica:
         """The answer; if it is a 200 its chunks go to the sink, too. Raises OSError or EOFError: the replica is lost;
         Refusal: it broke off when the sink had got something.
         """
+        broken: BaseException | None = None
         if not fresh and (kept := self._kept()):
             answer = Answer()
             try:
                 return await self._exchange(kept, request, answer, sink)
-            except LOST:  # closed while it was idle, most likely; but only once: it may be what the request does
+            except LOST as error:  # closed while it was idle, most likely; but only once: the request may do it
                 if answer.status or self.state == "out":
                     raise
-        async with asyncio.timeout(CONNECT_S):
-            connection = await asyncio.open_connection(*self.address, ssl=self.tls or None)
+                broken = error
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                connection = await asyncio.open_connection(*self.address, ssl=self.tls or None)
+        except ConnectionRefusedError as error:
+            raise broken or error from None  # it was not idle: it has died of the request, perhaps
         self.open.add(connection[1])
         return await self._exchange(connection, request, Answer(), sink)
 

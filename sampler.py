@@ -37,7 +37,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -547,9 +547,16 @@ STOP_S = 15.0  # a replica has, to end by itself
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as the largest
 # Ends the replica when the server closes its end of the pipe, or is gone; and whatever the replica leaves behind.
 GUARD = """
-import os, signal, subprocess, sys, threading
+import os, signal, subprocess, sys, threading, time
 replica = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-threading.Thread(target=lambda: (sys.stdin.read(), replica.terminate()), daemon=True).start()
+
+def end():
+    sys.stdin.read()
+    replica.terminate()
+    time.sleep(15)
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end, daemon=True).start()
 replica.wait()
 os.killpg(0, signal.SIGKILL)
 """
@@ -574,6 +581,7 @@ class Fleet:
         self.folders = self.root / "adapters"  # what replicas read; nobody else writes or removes there
         self.served: collections.OrderedDict[str, Path] = collections.OrderedDict()  # least recently used first
         self.shelf = asyncio.Lock()  # one change of what is served at a time
+        self.wanted = collections.Counter[str]()  # requests for it, those included that wait until it is served
         self.seeded, self.lost_logprobs = True, 0
         self.unanswered: set[Future] = set()
         self.background: set[asyncio.Task] = set()
@@ -607,7 +615,7 @@ class Fleet:
 
     def publish(self, folder: Path) -> Future:
         """A future of None: every replica serves the folder's adapter, or (its exception) none does."""
-        return self._do(self._load(folder))
+        return self._do(self._tried(lambda: self._load(folder)))
 
     def retire(self, folder: Path) -> Future:
         """A future of None: the last request under the folder's adapter has ended, and no replica serves it."""
@@ -632,7 +640,7 @@ class Fleet:
             if self._serves(name):
                 return
             while len(self.served) > self.config.versions:  # no slot is spare
-                await self._drop(self._oldest())
+                await self._drop((self._idle() or list(self.served))[0])
             try:
                 await asyncio.to_thread(self._take, folder, mine)
                 await self.router.load_lora(name, str(mine))
@@ -648,14 +656,15 @@ class Fleet:
         check_there(folder)
         self.model.check_peft(folder)  # vLLM loads what does not fit, too, and then samples noise
         aside = mine.with_name(f".{mine.name}")
-        shutil.copytree(folder, aside, copy_function=os.link)
+        shutil.rmtree(aside, ignore_errors=True)  # of a time when the disk was full
+        shutil.copytree(folder, aside, copy_function=_link)
         aside.rename(mine)
 
     async def _trim(self) -> None:
-        """Free the spare slot before the next version needs it."""
+        """Free the spare slot before the next version needs it, if one of the others is idle."""
         async with self.shelf:
-            if len(self.served) > self.config.versions:
-                await self._drop(self._oldest())
+            if len(self.served) > self.config.versions and (idle := self._idle()):
+                await self._drop(idle[0])
 
     @to_the_end
     async def _unload(self, name: str) -> None:
@@ -668,12 +677,12 @@ class Fleet:
         await self.router.unload_lora(name)
         shutil.rmtree(self.served.pop(name))  # an engine may have read it until now
 
-    def _oldest(self) -> str:
-        """The least recently used of those that nobody waits for; of all, if there are none."""
-        return next((name for name in self.served if not self.router.using[name]), next(iter(self.served)))
+    def _idle(self) -> list[str]:
+        """Those that nobody waits for, least recently used first; the last one used, or published, is none of them."""
+        return [name for name in list(self.served)[:-1] if not self.wanted[name]]
 
     def _serves(self, name: str) -> bool:
-        return name in self.served and name not in self.router.closed
+        return name in self.served and name in self.router.adapters and name not in self.router.closed
 
     # -- sampling
 
@@ -689,31 +698,44 @@ class Fleet:
         return result
 
     async def _ask(self, request: Request, folder: Path | None, *, scored: bool = False) -> dict:
-        """The answer of a replica that serves the folder's adapter; whatever the fleet fails at is tried again."""
+        """The answer of a replica that serves the folder's adapter."""
         payload = vllm_request(request, self.eos, self.context_tokens, seeded=self.seeded, scored=scored)
-        name = folder.name if folder is not None else BASE
-        for wait_s in (*RETRY_S, None):
+        name = folder.name if folder is not None else self.router.models[0]["id"]
+
+        async def once() -> dict:
             if folder is not None:
                 while not self._serves(name):
                     await self._load(folder)
                 self.served.move_to_end(name)
-            try:  # between the look above and the count of requests that hold the adapter nothing else can run
-                answer = await self.router.generate(payload | {"model": name}, path="/inference/v1/generate")
-                if all(choice["finish_reason"] != "abort" for choice in answer["choices"]):
-                    return answer
-                trouble = "a replica was paused, and gave up what it sampled"
+            # Between that look and the router's count of requests that hold the adapter nothing else can run.
+            answer = await self.router.generate(payload | {"model": name}, path="/inference/v1/generate")
+            if any(choice["finish_reason"] == "abort" for choice in answer["choices"]):
+                raise Refusal(503, "a replica was paused, and gave up what it sampled")
+            return answer
+
+        self.wanted[name] += 1
+        try:
+            return await self._tried(once)
+        finally:
+            self.wanted[name] -= 1
+            if not self.wanted[name]:
+                del self.wanted[name]
+
+    async def _tried[T](self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` comes to. What the fleet fails at is tried again; not what may be the end of every replica."""
+        for wait_s in (*RETRY_S, None):
+            try:
+                return await work()
             except (Refusal, LookupError) as error:
-                trouble = str(error)
-            if wait_s is not None:
-                log.warning("%s; trying again in %g s", trouble, wait_s)
-                await asyncio.sleep(wait_s)
-        raise RuntimeError(trouble)
+                if wait_s is None or (isinstance(error, Refusal) and error.status == 502):
+                    raise RuntimeError(str(error)) from error
+                log.warning("%s; trying again in %g s", error, wait_s)
+            await asyncio.sleep(wait_s)
+        raise AssertionError
 
     # -- replicas come and go
 
     async def _open(self, commands: list[tuple[str, list[str], dict[str, str]]]) -> None:
-        shutil.rmtree(self.folders, ignore_errors=True)
-        self.folders.mkdir(parents=True)
         await self.router.__aenter__()
         tasks = [self._spawn(self._keep(self.root / f"replica-{i}.log", *each)) for i, each in enumerate(commands)]
         started, said, replicas = time.monotonic(), 0, self.router.replicas
@@ -724,9 +746,13 @@ class Fleet:
             if (passed := int(time.monotonic() - started)) >= said + 10:
                 said = passed
                 log.info("%d of %d replicas serve after %d s", len(self.router.ready), len(replicas), passed)
+            for name in list(self.router.adapters):  # another server's, on replicas that were running
+                await self.router.unload_lora(name)
             await asyncio.sleep(0.1)
-        for name in list(self.router.adapters):  # another server's, on replicas that were running
+        for name in list(self.router.adapters):
             await self.router.unload_lora(name)
+        shutil.rmtree(self.folders, ignore_errors=True)
+        self.folders.mkdir(parents=True)
         self.context_tokens = min(self.context_tokens, self.router.models[0].get("max_model_len", self.context_tokens))
         first = _WarmUpRequest(np.zeros(2, np.int32))  # it has a seed
         try:
@@ -738,6 +764,7 @@ class Fleet:
 
     async def _keep(self, file: Path, url: str, command: list[str], environment: dict[str, str]) -> None:
         """A replica's process, again whenever it has died: the router gives it every adapter, and then traffic."""
+        replica = next(replica for replica in self.router.replicas if replica.url == url)
         wait_s, asked = 1.0, dict[str, Any](stdin=subprocess.PIPE, env=environment, start_new_session=True)
         while True:
             started = time.monotonic()
@@ -752,7 +779,7 @@ class Fleet:
                     await asyncio.wait_for(process.wait(), STOP_S)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            if not self.opening.done():
+            if not (replica.joined or self.opening.done()):
                 raise RuntimeError(f"a replica has ended before it served: {last_words(file)} (all it said: {file})")
             wait_s = 1.0 if time.monotonic() - started > 60 else min(2 * wait_s, 60.0)
             log.warning("%s has ended: %s (%s); starting it again in %g s", url, last_words(file), file, wait_s)
@@ -772,6 +799,13 @@ class Fleet:
         await asyncio.gather(*others, return_exceptions=True)
         for replica in self.router.replicas:
             replica.hang_up()
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one that has no links
+        shutil.copy2(source, target)
 
 
 def last_words(file: Path) -> str:
@@ -829,7 +863,8 @@ def vllm_result(request: Request, answer: dict) -> tuple[SampleResult, int]:
     if scored := answer.get("prompt_logprobs"):
         cells = [{int(token): cell for token, cell in each.items()} for each in scored[1:]]
         own = [number(each[token]["logprob"]) for each, token in zip(cells, request.prompt[1:].tolist(), strict=True)]
-        scores = np.array([np.nan, *own], np.float32) if request.prompt_logprobs else None
+        if request.prompt_logprobs:
+            scores = last_n(np.array([np.nan, *own], np.float32), request.prompt_logprobs_last_n)
         topk = _stack([UNSCORED, *(best(each.items(), k) for each in cells)], k) if k else None
     return SampleResult(sequences, scores, topk), lost
 
@@ -865,6 +900,11 @@ def replica_commands(model: Model, config: SamplerConfig, root: Path) -> list[tu
         raise ValueError(f"there is no {python}: `uv run sampler.py install` makes it (or give --replica URL)")
     if platform != "cpu" and chips % config.replicas:
         raise ValueError(f"--replicas is {config.replicas}; it must divide the {chips} chips of this host")
+    if platform != "cpu" and jax.default_backend() != "cpu":
+        remedy = "start vLLM on other hosts, and give --replica URL of each"
+        raise ValueError(f"the trainer holds this host's {chips} chips: {remedy}")
+    if model.config.max_rank > RANKS[-1]:
+        raise ValueError(f"--max-rank is {model.config.max_rank}; vLLM takes {RANKS[-1]} at most")
     chips //= config.replicas if platform != "cpu" else 1
     root.mkdir(parents=True, exist_ok=True)
     shape, slots = model.hf_config, config.versions + 1
@@ -878,7 +918,7 @@ def replica_commands(model: Model, config: SamplerConfig, root: Path) -> list[tu
         "max-num-seqs": config.slots,
         "max-loras": slots,
         "max-cpu-loras": 2 * slots,  # of those evicted the folder would be read again
-        "max-lora-rank": next((rank for rank in RANKS if rank >= model.config.max_rank), RANKS[-1]),
+        "max-lora-rank": next(rank for rank in RANKS if rank >= model.config.max_rank),
         "logprobs-mode": "raw_logprobs",  # the model's own, as everywhere here
         "max-logprobs": MAX_TOPK + 1,
         "generation-config": "vllm",  # not the model's own temperature and so on
@@ -949,7 +989,8 @@ def install(directory: Path) -> None:
     pythons = [python for folder in folders if (python := shutil.which("python3.11", path=folder)) and works(python)]
     if not pythons:
         raise ValueError("vLLM needs a CPython 3.11 with venv: install python3.11 (pyenv install 3.11) and try again")
-    if (room := shutil.disk_usage(directory.resolve().parent).free) < ROOM_BYTES:
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / "bin").is_dir() and (room := shutil.disk_usage(directory).free) < ROOM_BYTES:
         raise ValueError(f"{directory} takes {ROOM_BYTES >> 30} GiB of disk, and {room / 2**30:.1f} are free")
     python = directory / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
@@ -967,7 +1008,6 @@ def install(directory: Path) -> None:
         print(f"{time.monotonic() - started:.0f} s", flush=True)
         return done.stdout
 
-    directory.mkdir(parents=True, exist_ok=True)
     step("an environment", pythons[0], "-m", "venv", directory)
     if platform != "cpu":
         step(engine, *pip, "install", engine)

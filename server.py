@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -631,8 +632,8 @@ class Service:
         """Once a minute: forget old results and snapshots, remove expired checkpoints."""
         while True:
             await asyncio.sleep(60)
-            for sampler in idle(self.samplers.values(), time.monotonic()):
-                await self.end_sampler(sampler)
+            while stale := idle(self.samplers.values(), time.monotonic()):  # looked at again: ending one takes time
+                await self.end_sampler(stale[0])
             old = time.monotonic() - KEEP_RESULTS_S
             kept = {key: p for key, p in self.promises.items() if p.finished_at >= old}
             for owner in (*self.runs.values(), *self.samplers.values()):
@@ -928,6 +929,8 @@ def build(config: ServerConfig, store: cache.Store) -> Service:
 
 def main(config: ServerConfig) -> None:
     started, sock = time.monotonic(), bind(config)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request in flight is two open files
     config.state_dir.mkdir(parents=True, exist_ok=True)
     store = cache.Store(config.state_dir)
     service = build(config, store)

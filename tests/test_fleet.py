@@ -137,6 +137,8 @@ def test_scores_hold_what_was_asked_for(fleet, trainer, new_version):
     np.testing.assert_allclose(result.prompt_logprobs, scores, atol=1e-4)
     ids, values = result.topk_prompt_logprobs
     assert ids.shape == values.shape == (30, 4) and np.isnan(values[0]).all() and (np.diff(values[1:]) <= 0).all()
+    last = fleet.submit(request(prompt, prompt_logprobs=True, prompt_logprobs_last_n=3), folder).result()
+    np.testing.assert_allclose(last.prompt_logprobs, np.where(np.arange(30) < 27, np.nan, scores), atol=1e-4)
     (sequence,) = result.sequences
     ids, values = sequence.topk
     assert ids.shape == values.shape == (6, 3) and (np.diff(values) <= 0).all()
@@ -208,6 +210,18 @@ def test_a_version_stays_until_its_last_request_has_ended_and_its_folder_as_long
     assert len(sequence.tokens) == 200
     again = fleet.submit(request([1, 2, 3], max_tokens=5), folder).result()  # retired, but asked for: it comes back
     check(trainer, [1, 2, 3], again.sequences[0], folder)
+
+
+def test_a_third_version_is_served_beside_two_that_are_busy(fleet, trainer, new_version):
+    busy, third = [new_version(), new_version()], new_version()
+    long = [fleet.submit(request([1, 2, 3], max_tokens=250), folder) for folder in busy]
+    while not all(fleet.router.using[folder.name] for folder in busy):
+        time.sleep(0.01)
+    before = fleet.router.generation
+    check(trainer, [1], fleet.submit(request([1], max_tokens=3), third).result().sequences[0], third)
+    assert not any(future.done() for future in long) and fleet.router.generation - before <= 2
+    for future in long:
+        future.result()
 
 
 def test_a_deleted_adapter_is_said_to_be_gone(fleet, tmp_path):
