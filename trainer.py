@@ -772,9 +772,7 @@ class Trainer:
         """
         started, state = time.perf_counter(), self.adapters[model_id]
         (loss_fn,) = {request.loss_fn for request in requests}
-        pieces = make_pieces(requests)
-        tiles = make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
-        _patiently(functools.partial(self._run, state, tiles, pieces, loss_fn, backward), self._free)
+        pieces, tiles = self._through_tiles(state.weights, state.scale, requests, loss_fn, backward=backward)
         new, self._new = self._new, None  # until it has joined, nobody may add to it
         filled, elapsed = sum(len(piece.tokens) for piece in pieces), time.perf_counter() - started
         tokens = sum(len(piece.tokens) for piece in pieces if piece.first)
@@ -801,24 +799,26 @@ class Trainer:
         """The log-prob of each token (float32 [n], NaN at 0) of prompts of 2..row_len + 1 tokens, which share tiles,
         under a published adapter; None: the base.
         """
-        weights, rank = self.model.zeros(), 1
-        if folder is not None:
-            weights, scale = self.model.read_peft(folder)
-            rank = round(ALPHA / float(scale))
-        nothing: dict[str, Any] = dict(train_attn=False, train_mlp=False, gradients={}, moments=({}, {}))
-        state = AdapterState(rank=rank, weights=weights, **nothing)
+        weights, scale = self.model.read_peft(folder) if folder is not None else (self.model.zeros(), 1)
         request = _scoring([tokens[:-1] for tokens in prompts], [tokens[1:] for tokens in prompts])
-        pieces = make_pieces([request])
-        tiles = make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
-        _patiently(functools.partial(self._run, state, tiles, pieces, request.loss_fn, False), self._free)
+        pieces, _ = self._through_tiles(weights, np.float32(scale), [request], request.loss_fn, backward=False)
         return [np.concatenate([np.full(1, np.nan, np.float32), scores]) for scores in _by_datum(request, pieces)]
 
-    def _run(self, state: AdapterState, tiles: list[Tile], pieces: list[Piece], loss_fn: str, backward: bool) -> None:
+    def _through_tiles(
+        self, weights: Adapter, scale: Any, requests: Sequence[Request], loss_fn: str, *, backward: bool
+    ) -> tuple[list[Piece], list[Tile]]:
+        """The requests' pieces, with what they came to; with `backward` the gradient is in `_new`."""
+        pieces = make_pieces(requests)
+        tiles = make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
+        _patiently(functools.partial(self._run, weights, scale, tiles, pieces, loss_fn, backward), self._free)
+        return pieces, tiles
+
+    def _run(self, weights: Adapter, scale, tiles: list[Tile], pieces: list[Piece], loss_fn: str, backward: bool):
         """All tiles, dispatched without waiting: the host packs and copies while the devices compute."""
         outputs = []
         self._new = self.model.zeros() if self._new is None else self._new
         for tile in tiles:
-            args = self._arguments(state, tile, loss_fn)
+            args = self._arguments(weights, scale, tile, loss_fn)
             if backward:
                 self._new, out = self._gradient(*args[:3], self._new, *args[3:])
             else:
@@ -833,11 +833,11 @@ class Trainer:
                     further = more[: piece.targets.shape[1] - 1][here]
                     piece.logprobs = np.concatenate([piece.logprobs, further.T], axis=1)
 
-    def _arguments(self, state: AdapterState, tile: Tile, loss_fn: str) -> tuple:
+    def _arguments(self, weights: Adapter, scale: Any, tile: Tile, loss_fn: str) -> tuple:
         further = self._place(tile.further) if tile.further is not None else self._nothing_further
         numbers = self._place((tile.ints, tile.floats))
         loss = np.int32(list(LOSSES).index(loss_fn))
-        model = self.model.base, self.model.head, state.weights, state.scale
+        model = self.model.base, self.model.head, weights, scale
         return *model, *numbers, further, np.int32(tile.planes), loss
 
     def _free(self) -> None:

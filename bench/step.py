@@ -172,8 +172,8 @@ def bare_step(trainer: Trainer, data: list[wire.Datum]) -> Callable[[], None]:
     trainer.create("bare", seed=0, rank=32)
     state, adam = trainer.adapters["bare"], np.array([1e-5, 0.9, 0.95, 1e-12, 0, 0], np.float32)
     tiles = make_tiles(make_pieces([request_of(data)]), rows=trainer.rows, row_len=trainer.row_len, alone=trainer.alone)
-    base, head, _, *scale = trainer._arguments(state, tiles[0], LOSS)[:4]
-    placed = jax.block_until_ready([trainer._arguments(state, tile, LOSS)[4:] for tile in tiles])
+    base, head, _, *scale = trainer._arguments(state.weights, state.scale, tiles[0], LOSS)[:4]
+    placed = jax.block_until_ready([trainer._arguments(state.weights, state.scale, tile, LOSS)[4:] for tile in tiles])
 
     def run() -> None:
         for inputs in placed:

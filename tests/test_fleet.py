@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_sampler import request
+from test_sampler import request, write_adapter
 
 import cache
 import model
@@ -59,13 +58,9 @@ def new_version(base, tmp_path):
     blank = {path: np.zeros(shape, np.float32) for path, shape in base.shapes.items()}
 
     def new_version() -> Path:
-        folder = tmp_path / cache.new_id()
-        folder.mkdir()
         weights = {path: rng.normal(0, 0.1, array.shape).astype(np.float32) for path, array in blank.items()}
         tensors = base.to_peft(weights, rank=8)
-        save_file(tensors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(base.peft_config(tensors, rank=8)))
-        return folder
+        return write_adapter(tmp_path / cache.new_id(), tensors, base.peft_config(tensors, rank=8))
 
     return new_version
 

@@ -32,7 +32,10 @@ def request(
 
 
 def publish(trainer: Trainer, model_id: str, folder):
-    tensors, config = trainer.snapshot(model_id)
+    return write_adapter(folder, *trainer.snapshot(model_id))
+
+
+def write_adapter(folder, tensors: dict, config: dict):
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -9,6 +9,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_sampler import publish
 
 import model as model_module
 from losses import LOSSES
@@ -554,6 +555,23 @@ def test_columns_beyond_the_rank_and_modules_not_trained_stay_exactly_zero(train
             a = path.endswith("/a")
             inside, outside = (array[:3], array[3:]) if a else (array[:, :3], array[:, 3:])
             assert inside.all() and not outside.any(), path
+
+
+def test_prompts_are_scored_under_what_was_published_and_nothing_compiles(trainer, adapter, tmp_path, compilations):
+    name, base = adapter("a", rank=4), adapter("base", rank=1)  # a fresh adapter changes nothing
+    for seed in range(3):
+        train(trainer, name, [datum(seed)])
+    folder = publish(trainer, name, tmp_path / "a")
+    prompts = [np.random.default_rng(n).integers(0, 264, n).astype(np.int32) for n in (2, 30, ROW + 1, 30)]
+    data = [Datum(p[:-1], {"target_tokens": p[1:], "weights": np.zeros(len(p) - 1, np.float32)}) for p in prompts]
+    trainer.score(prompts[:1], folder)  # reading alpha / rank compiles a conversion, once
+    before = compilations()
+    for model_id, where in ((name, folder), (base, None)):
+        scores, (expected, _) = trainer.score(prompts, where), fb(trainer, model_id, data, backward=False)
+        for got, logprobs in zip(scores, expected, strict=True):
+            assert np.isnan(got[0]) and got.dtype == np.float32
+            np.testing.assert_array_equal(got[1:], logprobs)
+    assert compilations() == before
 
 
 # ---- isolation, checkpoints, limits
