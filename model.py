@@ -58,7 +58,7 @@ FAMILIES = {
 LLAMA31_ROPE = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 PEFT_KEY = re.compile(r"base_model\.model\.(.+\.(?:[qkvo]|gate|up|down)_proj)\.lora_[AB]\.weight")
 PEFT_FREE = ("r", "target_modules", "task_type", "lora_dropout", "base_model_name_or_path", "inference_mode")
-ENGINE = Path(__file__).with_name(".engine") / "bin" / "python"  # the environment with vLLM, torch and PEFT
+ENGINE = Path(__file__).resolve().with_name(".engine")  # the environment with vLLM, torch and PEFT
 # "layers_0/self_attention/query/a" -> (R, in), ".../b" -> (out, R), as PEFT has them; scanned: (L, R, in), (L, out, R)
 Adapter = dict[str, Array]
 
@@ -825,12 +825,13 @@ Forward = tuple[np.ndarray, np.ndarray]
 
 def hugging_face(jobs: Sequence[tuple[Path, Path | None, np.ndarray]]) -> list[Forward]:
     """(model's directory, adapter's folder, tokens) each -> what Hugging Face and PEFT compute, in a process apart."""
-    if not ENGINE.is_file():
-        raise ValueError(f"{ENGINE} is missing: `uv run sampler.py install` makes the engine's environment")
+    python = ENGINE / "bin" / "python"
+    if not python.is_file():
+        raise ValueError(f"{python} is missing: `uv run sampler.py install` makes the engine's environment")
     asked = json.dumps([(str(base), folder and str(folder), tokens.tolist()) for base, folder, tokens in jobs])
     with tempfile.TemporaryDirectory() as aside:
         answers = Path(aside) / "answers.npz"
-        done = subprocess.run([ENGINE, "-c", HUGGING_FACE, answers], input=asked, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([python, "-c", HUGGING_FACE, answers], input=asked, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise RuntimeError(f"Hugging Face's forward failed: {done.stderr.strip().splitlines()[-1]}")
         with np.load(answers) as arrays:

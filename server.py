@@ -503,11 +503,14 @@ class Service:
         """A folder that the sampler serves from now on."""
         snapshot = await in_thread(self.store.write_snapshot, run_id, files, meta={})
         try:
-            await asyncio.wrap_future(self.sampler.publish(snapshot.folder))
+            await self.publish(snapshot.folder)
         except BaseException:
-            self.store.remove_snapshot(snapshot)
+            await in_thread(self.store.remove_snapshot, snapshot)
             raise
         return snapshot
+
+    async def publish(self, folder: Path) -> None:
+        await asyncio.wrap_future(await in_thread(self.sampler.publish, folder))  # the embedded engine reads the folder
 
     @queued
     async def save_weights_external(self, run: Run, request: types.SaveWeightsExternalRequest) -> dict:
@@ -546,7 +549,7 @@ class Service:
         checkpoint = await in_thread(self.open_checkpoint, path, ("sampler_weights", "weights"))
         self.check_base_model(checkpoint.meta["base_model"])
         if checkpoint.path.segment == "sampler_weights":
-            await asyncio.wrap_future(self.sampler.publish(checkpoint.folder))
+            await self.publish(checkpoint.folder)
             return checkpoint.folder, None
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
         exported = await in_thread(self.trainer.export, tensors, checkpoint.meta)

@@ -109,7 +109,7 @@ def main(config: Config) -> None:
         flags = [f"--model={directory}", f"--sampler={config.sampler}", "--max-rank=8", "--row-len=64", "--slots=4"]
         with console.status("starting server.py"):
             state = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            url = stack.enter_context(served(state, *flags, "--max-adapters=1", f"--engine-dir={ENGINE.parent.parent}"))
+            url = stack.enter_context(served(state, *flags, "--max-adapters=1"))
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-any"))
         client = service.create_lora_training_client(str(directory), rank=8, seed=0).result()
         tokenizer = client.get_tokenizer()

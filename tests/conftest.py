@@ -32,7 +32,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 def pytest_collection_modifyitems(items):
     """Without vLLM its tests are skipped, and say how to have it; where it must be there (.ci/run) they fail."""
-    missing = not (ROOT / ".engine" / "installed").is_file() and not os.environ.get("REQUIRE_ENGINE")
+    missing = not (model.ENGINE / "installed").is_file() and not os.environ.get("REQUIRE_ENGINE")
     for item in items if missing else ():
         if item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.skip(reason="no vLLM in .engine: `uv run sampler.py install` makes it"))

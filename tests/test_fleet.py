@@ -17,6 +17,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT
 from safetensors.numpy import load_file, save_file
 from test_sampler import request, write_adapter
 
@@ -27,8 +28,7 @@ from trainer import Trainer, TrainerConfig
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(model.__file__).parent
-ENGINE = dict(sampler="vllm", engine_dir=ROOT / ".engine", context=256, slots=16)
+ENGINE = dict(sampler="vllm", context=256, slots=16)
 rng = np.random.default_rng(11)
 
 
@@ -346,9 +346,9 @@ def test_two_hundred_versions_under_load_are_each_sampled_as_what_they_are(fleet
 @pytest.mark.slow
 def test_a_policy_learns_from_a_replica_that_is_killed_in_the_middle(serve, tmp_path):
     """GRPO through the SDK; what it reaches is compared with what it reaches on the embedded engine, same seed."""
-    rewards, more = {}, ("--sampler", "vllm", "--engine-dir", str(ROOT / ".engine"))
-    for name, flags in {"vllm": more, "embedded": ()}.items():
-        with serve(tmp_path / name, *flags) as server:
+    rewards = {}
+    for name in ("vllm", "embedded"):
+        with serve(tmp_path / name, "--sampler", name) as server:
             command = [sys.executable, ROOT / "examples" / "grpo.py", "--base-url", server.url, "--steps", "20"]
             command += ["--plot", tmp_path / f"{name}.png"]
             run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -371,7 +371,7 @@ def test_a_policy_learns_from_a_replica_that_is_killed_in_the_middle(serve, tmp_
 
 def test_no_replica_outlives_a_server_that_is_killed(tmp_path):
     command = [sys.executable, "server.py", "--port=0", "--sampler=vllm", f"--state-dir={tmp_path}"]
-    server = subprocess.Popen([*command, f"--engine-dir={ROOT / '.engine'}"], cwd=ROOT)
+    server = subprocess.Popen(command, cwd=ROOT)
     while len(born := processes(server.pid)) < 2:  # the guard and the replica
         assert server.poll() is None
         time.sleep(0.1)

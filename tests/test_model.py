@@ -792,7 +792,7 @@ def test_a_flag_out_of_its_range_is_refused_in_one_line_that_names_it(base, opti
 
 
 def test_parity_without_the_engines_environment_is_refused_in_one_line(base, monkeypatch, tmp_path):
-    monkeypatch.setattr(model, "ENGINE", tmp_path / "python")
+    monkeypatch.setattr(model, "ENGINE", tmp_path)
     with pytest.raises(ValueError, match="python is missing: `uv run sampler.py install` makes .*environment$"):
         model.parity(str(base(QWEN3).directory))
 

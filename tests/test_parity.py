@@ -19,7 +19,7 @@ from test_model import LLAMA3_ROPE, MODULES, weights, write
 from test_sampler import STEP, publish, request, score
 
 import model
-from model import ENGINE, Model, ModelConfig, hugging_face, load, write_demo
+from model import Model, ModelConfig, hugging_face, load, write_demo
 from sampler import EmbeddedEngine, Fleet, SamplerConfig
 from trainer import Trainer, TrainerConfig
 from wire import Datum
@@ -27,7 +27,6 @@ from wire import Datum
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TOLERANCE = 1e-4  # nats
-ROOT = ENGINE.parent.parent
 SIZES = model.DEMO_CONFIG | dict(hidden_size=64, intermediate_size=96, rms_norm_eps=1e-5)
 LLAMA = SIZES | dict(architectures=["LlamaForCausalLM"], model_type="llama")
 TIED = dict(tie_word_embeddings=True)
@@ -119,7 +118,7 @@ def largest(these: list[np.ndarray], those: list[np.ndarray]) -> float:
 
 @pytest.mark.parametrize("name", BASES)
 def test_four_programs_give_the_same_log_probs(cases, name, tmp_path):
-    fleet = Fleet(cases[name][0].trainer.model, SamplerConfig(sampler="vllm", slots=8, engine_dir=ROOT), tmp_path)
+    fleet = Fleet(cases[name][0].trainer.model, SamplerConfig(sampler="vllm", slots=8), tmp_path)
     fleet.warm_up()
     gaps, asked = {}, dict(max_tokens=SAMPLED, prompt_logprobs=True)
     for case in cases[name]:
