@@ -412,6 +412,10 @@ async def _body(reader: asyncio.StreamReader, fields: dict[bytes, bytes]) -> Asy
 # ---- the fleet
 
 
+def no_file_left(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 def to_the_end(method):
     """What has begun on a part of the fleet goes on though its caller is cancelled, as when the client has left."""
 
@@ -529,7 +533,7 @@ class Router:
         self.in_flight += 1
         self.using[model] += 1
         try:
-            await self._some_replica()
+            await self.some_replica()
             if not self._serves(model):
                 raise LookupError(f"The model `{model}` does not exist.")  # though it may, on a part of the fleet
             return await self._forward(call, model, sink)
@@ -551,7 +555,7 @@ class Router:
             if not ready and answer is not None:
                 return answer
             if not ready:
-                await self._some_replica()
+                await self.some_replica()
                 tried.clear()
                 continue
             replica, uncached_tokens = self._choose(ready, prompt)
@@ -561,7 +565,7 @@ class Router:
             try:
                 answer = await replica.send(replica.request(call.method, call.target, headers, body), sink)
             except LOST as error:
-                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                if no_file_left(error):
                     raise Refusal(503, "the router has no file left to connect with: raise its limit") from error
                 if joined == replica.joined:  # or it broke off before it came back
                     self._eject(replica, error)
@@ -613,7 +617,7 @@ class Router:
                 more = block_hashes(rest, hashes[-1] if hashes else prompt.seed, step)
                 self.index.record(replica, prompt.version, hashes + more)
 
-    async def _some_replica(self) -> None:
+    async def some_replica(self) -> None:
         if not self.some_ready.is_set():
             try:
                 async with asyncio.timeout(self.config.wait_s):
@@ -633,7 +637,10 @@ class Router:
                 async with asyncio.timeout(self.config.patience_s):
                     await self._look_at(replica)
             except Exception as error:
-                self._eject(replica, error)
+                if no_file_left(error):  # says nothing of the replica
+                    log.warning("no look at %s: %s", replica.url, error)
+                else:
+                    self._eject(replica, error)
                 if isinstance(error, TimeoutError):
                     replica.hang_up()
             with contextlib.suppress(TimeoutError):
@@ -749,7 +756,8 @@ class Router:
 
     async def _everywhere(self, what: str, ask: Ask, undo: Ask | None = None) -> None:
         """`ask` on all, or (Refusal 504, with who refused) on none: where it timed out it is undone, too. What has no
-        undoing stays done if anyone does it. Who then refuses leaves the fleet, and returns in its state.
+        undoing stays done if anyone does it, or nobody is there. Who then refuses leaves the fleet, and returns in its
+        state.
         """
         asked = len(self.ready)
         refused = await self._ask_all(ask)
@@ -757,7 +765,7 @@ class Router:
         leaving = refused if not failed else await self._ask_all(undo) if undo else {}
         for replica, refusal in leaving.items():
             self._eject(replica, RuntimeError(refusal))
-        if failed or not self.ready:
+        if failed or (undo is not None and not self.ready):
             said = "; ".join(f"{replica.url}: {why}" for replica, why in refused.items())
             raise Refusal(504, f"{what} failed, on all: {said or 'no replica is left'}")
 
@@ -766,7 +774,7 @@ class Router:
         """`name` is served from now on, or (Refusal 504) nowhere. Under the same path again: nothing to do.
         ValueError: a bad name, or in use with another path, since KV caches are keyed by it.
         """
-        await self._some_replica()
+        await self.some_replica()
         if not NAME.fullmatch(name) or name in _names(self.models):
             raise ValueError(f"lora_name {name!r}: 1 to 128 of A-Z a-z 0-9 . _ -, no leading dot, not the base's name")
         async with self.control:
@@ -828,7 +836,7 @@ class Router:
             answer = await replica.ask("POST", target)
             return answer.text if answer.status >= 400 else None
 
-        await self._some_replica()
+        await self.some_replica()
         async with self.control:
             again = path in self.modes  # then the undoing of another mode is the one before
             back = f"{path}?{self.modes[path]}" if again else UNDO.get(path, "")
@@ -986,7 +994,7 @@ class Proxy:
                 waiting = [replica.url for replica in router.replicas if replica.state == "starting"]
                 return problem(503, f"waiting for {waiting}") if waiting or not router.ready else answer_of({})
             case "GET", "/v1/models":
-                await router._some_replica()
+                await router.some_replica()
                 base = router.models[0]["id"]
                 cards = [dict(id=k, object="model", root=v, parent=base) for k, v in router.adapters.items()]
                 return answer_of({"object": "list", "data": router.models + cards})

@@ -635,6 +635,7 @@ class Fleet:
     async def _load(self, folder: Path) -> None:
         """Have every replica serve the folder's adapter, by the folder's name: no other will ever have it."""
         name, mine = folder.name, self.folders / folder.name
+        await self.router.some_replica()  # not at the shelf: others may have to retire what no replica serves
         async with self.shelf:
             if self._serves(name):
                 return
@@ -642,6 +643,8 @@ class Fleet:
                 await self._drop((self._idle() or list(self.served))[0])
             try:
                 await asyncio.to_thread(self._take, folder, mine)
+                if not self.router.ready:
+                    raise Refusal(503, "the last replica has gone")
                 await self.router.load_lora(name, str(mine))
             except BaseException:
                 shutil.rmtree(mine, ignore_errors=True)
@@ -767,23 +770,30 @@ class Fleet:
         wait_s, asked = 1.0, dict[str, Any](stdin=subprocess.PIPE, env=environment, start_new_session=True)
         while True:
             started = time.monotonic()
-            with file.open("ab") as out:
-                begin = out.tell()
-                process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, **asked)
             try:
-                await process.wait()
-            finally:
-                if process.stdin is not None:
-                    process.stdin.close()
-                await process.wait()
-                with contextlib.suppress(ProcessLookupError):  # what a guard leaves that was killed itself
-                    os.killpg(process.pid, signal.SIGKILL)
-            said = f"{last_words(file, begin)} (all it said: {file})"
+                said = f"{await self._run(file, command, asked)} (all it said: {file})"
+            except OSError as error:  # no memory, no process, no file is left: perhaps later
+                said = str(error)
             if not (replica.joined or self.opening.done()):
                 raise RuntimeError(f"a replica has ended before it served: {said}")
             wait_s = 1.0 if time.monotonic() - started > 60 else min(2 * wait_s, 60.0)
             log.warning("%s has ended: %s; starting it again in %g s", url, said, wait_s)
             await asyncio.sleep(wait_s)
+
+    async def _run(self, file: Path, command: list[str], asked: dict[str, Any]) -> str:
+        """The last words of a process that has ended."""
+        with file.open("ab") as out:
+            begin = out.tell()
+            process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=out, **asked)
+        try:
+            await process.wait()
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+            await process.wait()
+            with contextlib.suppress(ProcessLookupError):  # what a guard leaves that was killed itself
+                os.killpg(process.pid, signal.SIGKILL)
+        return last_words(file, begin)
 
     def _spawn(self, work: Coroutine) -> asyncio.Task:
         task = self.loop.create_task(work)

@@ -173,7 +173,7 @@ class SamplingSession:
     sampler_id: str
     session: Session
     model_path: str | None
-    folder: Path | None  # of the published adapter; None: the base
+    folder: Path | None = None  # of the published adapter; None: the base
     snapshot: cache.Checkpoint | None = None  # the folder's, where it goes with this
     retired: bool = False  # it has gone
     last_used: float = dataclasses.field(default_factory=time.monotonic)
@@ -221,6 +221,7 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str, SamplingSession] = {}
+        self.opening: dict[str, asyncio.Task] = {}  # of a sampler's id: what makes it
         self.background: set[asyncio.Task] = set()
         self.closing: asyncio.Future  # made in the loop that it belongs to, see `application`
         self.secret = secrets.token_bytes(32)  # signs download links
@@ -535,14 +536,21 @@ class Service:
     async def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> dict:
         session, path = self.session(request.session_id), request.model_path
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
-        if sampler_id not in self.samplers:
-            if request.base_model is not None:
-                self.check_base_model(request.base_model)
-            sampler = SamplingSession(sampler_id, session, path, None)
-            if path is not None:
-                sampler.folder, sampler.snapshot = await self.adapter(path)
-            self.add_sampler(sampler)
+        if request.base_model is not None:
+            self.check_base_model(request.base_model)
+        if sampler_id not in self.samplers:  # asked again meanwhile, it is made once all the same
+            if sampler_id not in self.opening:
+                self.opening[sampler_id] = self.spawn(self.open_sampler(SamplingSession(sampler_id, session, path)))
+            await asyncio.shield(self.opening[sampler_id])
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def open_sampler(self, sampler: SamplingSession) -> None:
+        try:
+            if sampler.model_path is not None:
+                sampler.folder, sampler.snapshot = await self.adapter(sampler.model_path)
+            self.add_sampler(sampler)
+        finally:
+            del self.opening[sampler.sampler_id]
 
     async def adapter(self, path: str) -> tuple[Path, cache.Checkpoint | None]:
         """The folder of a sampler's checkpoint; or a snapshot, made of a training checkpoint."""

@@ -278,6 +278,8 @@ def test_another_server_takes_running_replicas_over_and_what_was_loaded_there_go
     folder = new_version()
     fleet.publish(folder).result()
     url = fleet.router.replicas[0].url
+    control = fleet.router.control
+    fleet._do(control.acquire()).result()  # while it is held the fleet puts nothing right: as if its server had died
     other = Fleet(base, SamplerConfig(**ENGINE, replica=(url,)), tmp_path / "other")
     other.warm_up()
     try:
@@ -286,6 +288,7 @@ def test_another_server_takes_running_replicas_over_and_what_was_loaded_there_go
         assert len(other.submit(request([1], max_tokens=3), None).result().sequences) == 1
     finally:
         other.close()
+        fleet.loop.call_soon_threadsafe(control.release)
     assert httpx.get(f"{url}/health").status_code == 200  # it was only attached to
     while folder.name not in {card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]}:
         time.sleep(0.1)  # its own fleet finds out, and gives it what it should have
@@ -301,6 +304,19 @@ def test_a_replica_that_dies_comes_back_with_its_adapters_and_no_request_fails(f
         check(trainer, [1, i], future.result().sequences[0], folder)
     later = fleet.submit(request([3], max_tokens=5), folder).result()
     check(trainer, [3], later.sequences[0], folder)
+
+
+def test_while_no_replica_is_there_a_version_can_go_and_another_waits(fleet, trainer, new_version):
+    old, new = new_version(), new_version()
+    fleet.publish(old).result()
+    os.kill(replica_process(os.getpid()), signal.SIGKILL)
+    while fleet.router.ready:
+        time.sleep(0.01)
+    publishing = fleet.publish(new)
+    fleet.retire(old).result(timeout=10)
+    assert not publishing.done() and old.name not in os.listdir(fleet.folders)
+    publishing.result()
+    check(trainer, [3], fleet.submit(request([3], max_tokens=5), new).result().sequences[0], new)
 
 
 @pytest.mark.slow

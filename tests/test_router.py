@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import random
@@ -769,6 +770,35 @@ async def test_an_unload_that_waits_in_vain_is_a_504_and_the_version_stays():
         stub.token_s = 0
         assert (await complete(f, [2], model="v1")).status_code == 200
         asking.cancel()
+
+
+async def test_a_version_can_go_while_no_replica_is_there():
+    stub = Stub()
+    async with fleet(stub) as f:
+        await load(f, "v1")
+        await load(f, "v2")
+        await f.kill(0)
+        await until(lambda: not f.router.ready)
+        assert (await unload(f, "v1")).status_code == 200
+        await f.start(0, stub)  # where v1 is still loaded
+        await until(lambda: f.router.ready)
+        assert set(stub.adapters) == set(f.router.adapters) == {"v2"}
+
+
+async def test_a_router_that_has_no_file_left_says_nothing_of_its_replicas(monkeypatch):
+    looks, connect = 0, asyncio.open_connection
+
+    async def refused(*_, **__):
+        nonlocal looks
+        looks += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async with fleet(Stub()) as f:
+        monkeypatch.setattr(router.asyncio, "open_connection", refused)
+        await until(lambda: looks > 1)
+        assert f.router.ready and not f.router.counts["ejections"]
+        monkeypatch.setattr(router.asyncio, "open_connection", connect)
+        assert (await complete(f, [1])).status_code == 200
 
 
 async def test_a_failed_pause_resumes_the_others():

@@ -886,6 +886,21 @@ def test_a_session_that_ends_while_its_adapter_is_loaded_gives_its_place_back(se
         new_adapter(service, seed=seed)
 
 
+def test_a_sampler_asked_for_again_while_it_is_made_is_made_once(server, service, http):
+    path = new_adapter(service).save_state("sampled").result().path
+    opened = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"}
+    session_id = http.post("create_session", json=opened).json()["session_id"]
+    body = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
+    folders = lambda: len(list((server.state_dir / "objects").iterdir()))
+    before = folders()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: http.post("create_sampling_session", json=body), range(8)))
+    assert {answer.json()["sampling_session_id"] for answer in answers} == {f"{session_id}:sample:0"}
+    assert folders() == before + 1
+    finish(http, f"{session_id}:train:0")
+    assert folders() == before
+
+
 def test_an_optimizer_step_numbered_0_is_not_the_creation_of_the_model(http):
     model_id = raw_model(http)
     body = {"model_id": model_id, "seq_id": 0, "type": "optim_step", "adam_params": ADAM.model_dump()}
