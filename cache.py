@@ -24,15 +24,18 @@ Read first: Store.write, which is the whole idea.
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -46,6 +49,10 @@ SNAPSHOTS = "snapshots"  # the segment of ephemeral sampler snapshots: clients c
 MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
 Content = Buffer | Callable[[Path], object]  # of a file: bytes, a contiguous array, or what writes it
 STAGED = ".tmp-"  # what a folder's name begins with until all of its files are written
+
+
+class Full(RuntimeError):
+    """There is no room for more: come back later."""
 
 
 def new_id(prefix: str = "") -> str:
@@ -161,7 +168,6 @@ class Store:
         public: bool = False,
     ) -> Checkpoint:
         """Keep `files` (by relative path) under `path`: all of them, or none."""
-        assert path.segment in SEGMENTS, path
         expires_at = expiry(ttl_seconds)
         self._occupant(path, overwrite)  # refuse before gigabytes are written, and once more when they are
         with self._staged(files) as (staged, entries):
@@ -188,17 +194,33 @@ class Store:
                 return self._read_manifest(self._manifest_file(path))
 
     def write_snapshot(self, run_id: str, files: Mapping[str, Content], *, meta: dict[str, Any]) -> Checkpoint:
-        """A sampler snapshot without a manifest, hence garbage at the next start: like its sampling session, it does
-        not outlive the process, and so nothing is fsynced or hashed."""
+        """A sampler snapshot, which is read at once: nothing is fsynced or hashed, and until it is sealed it is garbage
+        at the next start."""
         check_run_id(run_id)
         with self._staged(files, digest=False) as (staged, entries):
             folder = staged.rename(self._objects / staged.name.removeprefix(STAGED))
         path = TinkerPath(run_id, SNAPSHOTS, folder.name)
         return Checkpoint(path=path, folder=folder, files=entries, meta=meta, created=datetime.now(UTC))
 
+    def seal(self, snapshot: Checkpoint) -> None:
+        """Give a snapshot its manifest: the next process finds it, too. What a power cut tears its hashes tell."""
+        sealed = replace(snapshot, files={name: _found(snapshot.folder / name) for name in snapshot.files})
+        with self._mutex:
+            self._put_manifest(sealed, sync=False)
+            self._verified.add(snapshot.folder.name)
+
     def remove_snapshot(self, snapshot: Checkpoint) -> None:
         assert snapshot.path.segment == SNAPSHOTS, snapshot.path
-        self._remove_object(snapshot.folder)
+        with self._mutex:
+            self._manifest_file(snapshot.path).unlink(missing_ok=True)
+            self._remove_object(snapshot.folder)
+
+    def keep_snapshots(self, names: set[str]) -> None:
+        """Remove every snapshot but these: nobody remembers the others."""
+        with self._mutex:
+            for snapshot in self._readable(segment=SNAPSHOTS):
+                if snapshot.path.name not in names:
+                    self.remove_snapshot(snapshot)
 
     def _occupant(self, path: TinkerPath, overwrite: bool) -> Checkpoint | None:
         with self._mutex:
@@ -231,6 +253,10 @@ class Store:
                 _verify(checkpoint)
                 self._verified.add(checkpoint.folder.name)
             return checkpoint
+
+    def find(self, path: TinkerPath) -> Checkpoint | None:
+        """As it says that it is, its bytes unchecked; None: there is none."""
+        return self._find(path)
 
     def delete(self, path: TinkerPath) -> None:
         with self._mutex:
@@ -315,18 +341,18 @@ class Store:
     def _manifest_file(self, path: TinkerPath) -> Path:
         return self._run_file(path.run_id).with_name(path.segment) / f"{path.name}.json"
 
-    def _manifest_files(self, run_id: str | None = None) -> Iterator[Path]:
-        return self._runs.glob(f"{'*' if run_id is None else self._run_file(run_id).parent.name}/*/*.json")
+    def _manifest_files(self, run_id: str | None = None, segment: str = "*") -> Iterator[Path]:
+        return self._runs.glob(f"{'*' if run_id is None else self._run_file(run_id).parent.name}/{segment}/*.json")
 
-    def _put_manifest(self, checkpoint: Checkpoint) -> None:
+    def _put_manifest(self, checkpoint: Checkpoint, *, sync: bool = True) -> None:
         record = {**vars(checkpoint), "path": str(checkpoint.path), "folder": checkpoint.folder.name}
         for key in ("created", "expires_at"):
             record[key] = record[key] and record[key].isoformat()
-        self._put_sealed(self._manifest_file(checkpoint.path), record)
+        self._put_sealed(self._manifest_file(checkpoint.path), record, sync=sync)
 
     def _read_manifest(self, file: Path) -> Checkpoint:
         record = _read_sealed(file)
-        record["path"] = TinkerPath.parse(record["path"])
+        record["path"] = TinkerPath(*record["path"].removeprefix("tinker://").split("/"))
         record["folder"] = self._objects / record["folder"]
         for key in ("created", "expires_at"):
             record[key] = record[key] and datetime.fromisoformat(record[key])
@@ -334,24 +360,181 @@ class Store:
             raise RuntimeError(f"{file} is the manifest of {record['path']}, in the wrong place: move it back")
         return Checkpoint(**record)
 
-    def _put_sealed(self, file: Path, record: dict[str, Any]) -> None:
+    def _put_sealed(self, file: Path, record: dict[str, Any], *, sync: bool = True) -> None:
         """Write the record with its sha256: after a crash, `file` holds the old text or the new one."""
         staged = self.root / "manifest.tmp"  # one name is enough: the mutex is held
         staged.write_text(json.dumps({"sha256": _seal(record), **record}, indent=1))
-        _fsync(staged)
+        if sync:
+            _fsync(staged)
         file.parent.mkdir(parents=True, exist_ok=True)
         os.replace(staged, file)
-        for folder in (file.parent, file.parent.parent, self._runs):  # each of them may have a new name in it
+        for folder in (file.parent, file.parent.parent, self._runs) if sync else ():  # each may have a new name in it
             _fsync(folder)
 
-    def _readable(self, run_id: str | None = None) -> Iterator[Checkpoint]:
-        return _read_all(self._read_manifest, self._manifest_files(run_id))
+    def _readable(self, run_id: str | None = None, segment: str = "*") -> Iterator[Checkpoint]:
+        return _read_all(self._read_manifest, self._manifest_files(run_id, segment))
 
     def list(self, run_id: str | None = None) -> list[Checkpoint]:  # stays last: `list[...]` below it would mean itself
         """The checkpoints of one run, or of all, newest first; a damaged one is logged and left out."""
         with self._mutex:
-            live = [checkpoint for checkpoint in self._readable(run_id) if not checkpoint.expired]
+            live = [each for each in self._readable(run_id) if not each.expired and each.path.segment in SEGMENTS]
         return sorted(live, key=lambda checkpoint: checkpoint.created, reverse=True)
+
+
+# ---- the journal
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    kind: str
+    owner: str
+    seq: int
+    body: bytes
+
+
+class Journal:
+    """What the server has promised, and what came of it: records, in the order in which they were added.
+
+    `add` and `drop` only note a change: a thread of its own commits all that are noted, and `durable` waits for that.
+    When it cannot write, `trouble` says why; it tries again, and what is there is always whole up to some moment.
+    """
+
+    def __init__(self, root: Path, *, most_bytes: int = 8 << 30) -> None:
+        self.file, self.most_bytes, self.live_bytes = root / "journal.sqlite", most_bytes, 0
+        self.trouble = ""
+        self._mutex, self._noted = threading.Lock(), threading.Event()
+        self._changes: list[tuple[Record | tuple[str, str, int, int], int]] = []  # noted, not yet committed
+        self._batch: Future = Future()  # done when they are
+        self._committing: Future | None = None
+        self._closing = False
+        try:
+            self._database = sqlite3.connect(self.file, check_same_thread=False, isolation_level=None)
+            for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+                self._database.execute(f"PRAGMA {pragma}")
+            self._database.executescript(SCHEMA)
+            ((said,),) = self._database.execute("PRAGMA integrity_check(1)").fetchall()
+            if said != "ok":
+                raise sqlite3.DatabaseError(said)
+            ((last,),) = self._database.execute("SELECT coalesce(max(id), 0) FROM records").fetchall()
+        except sqlite3.Error as error:
+            raise self._damaged(error) from error
+        self._ids = itertools.count(last + 1)
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def _damaged(self, error: object) -> RuntimeError:
+        remedy = "restore it from a mirror, or move it away: checkpoints stay, what was in training is then forgotten"
+        return RuntimeError(f"{self.file} is damaged ({error}): {remedy}")
+
+    def records(self) -> list[Record]:
+        """All of them, oldest first. RuntimeError: one is not as it was written."""
+        records = []
+        try:
+            for number, *values, digest in self._database.execute("SELECT * FROM records ORDER BY id"):
+                record = Record(*values)
+                if digest != _record_digest(number, record):
+                    raise self._damaged(f"record {number}")
+                records.append(record)
+        except (sqlite3.Error, OverflowError) as error:
+            raise self._damaged(error) from error
+        return records
+
+    def add(self, kind: str, owner: str, seq: int = 0, body: bytes = b"") -> None:
+        with self._mutex:
+            self._note(Record(kind, owner, seq, body), next(self._ids))
+
+    def drop(self, kind: str, owner: str, *, seq: int | None = None, below: int = 2**63 - 1) -> None:
+        """Forget the owner's records of this kind: the one numbered `seq`, or all that are numbered lower."""
+        with self._mutex:
+            self._note((owner, kind, *((0, below) if seq is None else (seq, seq + 1))), 0)
+
+    def _note(self, *change: Any) -> None:
+        self._changes.append(change)
+        self._noted.set()
+
+    def durable(self) -> Future:
+        """Done when all that was noted before has been committed, or could not be."""
+        with self._mutex:
+            return self._batch if self._changes else self._committing if self._committing else NOTHING_TO_DO
+
+    def check_room(self) -> None:
+        if self.live_bytes > self.most_bytes:
+            limit = f"{self.most_bytes >> 20} MiB (--journal-mb)"
+            raise Full(
+                f"the journal holds {self.live_bytes >> 20} of {limit}: results go after an hour; come back later"
+            )
+
+    def close(self) -> None:
+        self._closing = True
+        self._noted.set()
+        self._thread.join()
+        self._database.close()
+
+    def _run(self) -> None:
+        held, given_up = [], False  # what could not be written yet
+        while not (self._closing and not self._changes):
+            self._noted.wait(1.0 if held else None)
+            with self._mutex:
+                self._noted.clear()
+                changes, self._changes = self._changes, []
+                committed = self._committing = self._batch
+                self._batch = Future()
+            held += changes if not given_up else []
+            try:
+                self._commit(held)
+                if held and self.trouble:
+                    log.warning("the journal is written again")
+                    self.trouble = ""
+                held = []
+            except sqlite3.Error as error:
+                if not self.trouble:
+                    log.error(
+                        "%s cannot be written: %s; what is accepted now would be lost in a crash", self.file, error
+                    )
+                self.trouble = f"{self.file.name}: {error}"
+                given_up = given_up or sum(len(each.body) for each, _ in held if isinstance(each, Record)) > HELD_BYTES
+                held = [] if given_up or self._closing else held  # a hole would be worse than an early end
+            self._committing = None
+            committed.set_result(None)
+
+    def _commit(self, changes: list[tuple[Record | tuple[str, str, int, int], int]]) -> None:
+        if not changes:
+            return
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            for change, number in changes:
+                if isinstance(change, Record):
+                    values = (number, change.kind, change.owner, change.seq, change.body)
+                    self._database.execute(INSERT, (*values, _record_digest(number, change)))
+                else:
+                    self._database.execute(DELETE, change)
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+        pages, free, size = (self._database.execute(f"PRAGMA {what}").fetchone()[0] for what in SIZES)
+        self.live_bytes = (pages - free) * size
+
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, kind TEXT, owner TEXT, seq INTEGER, body BLOB, digest BLOB);
+CREATE INDEX IF NOT EXISTS by_owner ON records (owner, kind, seq);
+"""
+INSERT = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
+DELETE = "DELETE FROM records WHERE owner = ? AND kind = ? AND seq >= ? AND seq < ?"
+SIZES = ("page_count", "freelist_count", "page_size")
+HELD_BYTES = 256 << 20  # of records that cannot be written, in memory: then no more is written at all
+NOTHING_TO_DO: Future = Future()
+NOTHING_TO_DO.set_result(None)
+
+
+def _record_digest(number: int, record: Record) -> bytes:
+    head = f"{number} {record.kind} {record.owner} {record.seq} ".encode()
+    return hashlib.blake2b(head + record.body, digest_size=8).digest()
+
+
+# ---- files
 
 
 def _write_file(file: Path, content: Content, *, digest: bool) -> dict[str, Any]:

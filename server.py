@@ -35,6 +35,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -69,6 +70,9 @@ KEEP_RESULTS_S = 3600.0
 LOST_SESSION_S = 120.0  # without a heartbeat (one every 10 s): its adapters make room when another client needs it
 EXTERNAL_URL_S = 3600.0
 KEEP_ALIVE_S = 60  # httpx drops an idle connection after 5 s; if the server does it first, a request may meet its end
+REPEATED = {"create_model", "load_weights", "optim_step", "forward_backward"}  # what changes an adapter
+STATE_EVERY_S = 20.0  # of computing that a restart would have to do again
+STATE_EVERY_BYTES = 64 << 20  # of requests that the journal keeps for it
 SHARED_TILES = 32  # worth of tokens, at most, that waiting forward_backwards of a model put into one call
 API = "/api/v1"
 
@@ -84,6 +88,7 @@ class ServerConfig:
     port: int = 8000  # 0 takes a free one
     api_key: str | None = None  # clients send it as TINKER_API_KEY; unset: $TINKER_SERVER_API_KEY, or none is checked
     state_dir: Path = Path("state")  # checkpoints, compiled programs and the demo model live here
+    journal_mb: int = 8192  # of requests and results on the disk, beyond which a client is told to come back later
     max_body_mb: int = 16  # larger requests are refused with 413; the SDK sends at most 5 MB and one datum
 
 
@@ -116,12 +121,18 @@ class Promise:
     answer: "asyncio.Future[dict | bytes]" = dataclasses.field(default_factory=asyncio.Future)
     finished_at: float = math.inf
     cancel: Callable[[], Any] = lambda: None
+    keep: Callable[[bytes], Any] = lambda _: None  # in the journal
 
     def resolve(self, answer: dict | bytes) -> None:
         """bytes are protobuf, a dict is JSON. The first resolution stands."""
         if not self.answer.done():
             self.answer.set_result(answer)
             self.finished_at = time.monotonic()
+            self.keep(b"P" + answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+    @property
+    def failed(self) -> bool:
+        return self.answer.done() and isinstance(answer := self.answer.result(), dict) and "error" in answer
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, ValueError | NotFound | Gone):
@@ -130,9 +141,7 @@ class Promise:
         self.resolve(wire.failed(f"{type(error).__name__}: {error}", "server"))
 
 
-# What a request of a model comes to when it is its turn; the body of a forward_backward, which may share its tiles.
-Work = Callable[[], Awaitable[dict | bytes]] | bytes
-Decoded = tuple[Promise, wire.ForwardBackward]
+Decoded = tuple[int, Promise, wire.ForwardBackward]  # with its seq_id
 
 
 @dataclasses.dataclass(eq=False)
@@ -160,10 +169,17 @@ class Run:
     session: Session
     info: dict[str, Any]
     next_seq: int = 0  # 0 creates the adapter
-    pending: dict[int, tuple[Promise, Work]] = dataclasses.field(default_factory=dict)
+    pending: dict[int, tuple[Promise, str, bytes]] = dataclasses.field(default_factory=dict)  # verb and body
     requests: dict[int, Promise] = dataclasses.field(default_factory=dict)
     worker: asyncio.Task | None = None
     ready: bool = False
+    saving: asyncio.Task | None = None
+    trouble: str = "it was not created: its first request failed"  # where it is not
+    shared: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # first seq_id -> those in one call, before
+    unsaved_s: float = 0.0  # how long a restart would compute to be where the adapter is now
+    unsaved_bytes: int = 0
+    state: cache.Checkpoint | None = None  # where it would begin
+    covered: int = 0  # the first seq_id that it would do again
 
 
 @dataclasses.dataclass(eq=False)
@@ -176,9 +192,11 @@ class SamplingSession:
     folder: Path | None = None  # of the published adapter; None: the base
     snapshot: cache.Checkpoint | None = None  # the folder's, where it goes with this
     retired: bool = False  # it has gone
+    trouble: str = ""  # why it cannot be sampled
     last_used: float = dataclasses.field(default_factory=time.monotonic)
     requests: dict[int, Promise] = dataclasses.field(default_factory=dict)
     completions: list[dict] = dataclasses.field(default_factory=list)  # in order, for retrieve_futures
+    forgotten: int = 0  # of them, the oldest
     completed: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)  # the next of them; then replaced
 
 
@@ -197,21 +215,33 @@ def idle(samplers: Iterable[SamplingSession], now: float) -> list[SamplingSessio
     return [sampler for sampler, run_id in held if old(sampler) and newest[run_id] is not sampler]
 
 
-def queued(work: Callable[..., Awaitable[dict]]) -> Callable[..., dict]:
+def queued(kind: type[pydantic.BaseModel]) -> Callable[[Callable], Callable[..., dict]]:
     """Makes a verb of what is to be done with a model when its turn comes: the client gets a promise of it."""
 
-    def verb(service: "Service", request: Any) -> dict:
-        run, seq_id = service.turn(request)
-        return service.enqueue(run, seq_id, functools.partial(work, service, run, request))
+    def verb_of(work: Callable[..., Awaitable[dict]]) -> Callable[..., dict]:
+        def verb(service: "Service", body: bytes) -> dict:
+            run, seq_id = service.turn(kind.model_validate_json(body))
+            return service.enqueue(run, seq_id, work.__name__, body)
 
-    return verb
+        verb.__wrapped__ = lambda service, run, body: work(service, run, kind.model_validate_json(body))
+        return verb
+
+    return verb_of
 
 
 class Service:
     """The verbs, without HTTP: requests in as the SDK's types, dicts and bytes out. One without an await is atomic."""
 
-    def __init__(self, config: ServerConfig, store: cache.Store, trainer: Trainer, sampler: EmbeddedEngine | Fleet):
-        self.config, self.store, self.trainer, self.sampler, self.model = config, store, trainer, sampler, trainer.model
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: cache.Store,
+        journal: cache.Journal,
+        trainer: Trainer,
+        sampler: EmbeddedEngine | Fleet,
+    ):
+        self.config, self.store, self.journal, self.trainer, self.sampler = config, store, journal, trainer, sampler
+        self.model = trainer.model
         self.device = ThreadPoolExecutor(1, "device")
         self.scoring = threading.Lock()
         self.to_score: dict[Path | None, list[tuple[np.ndarray, Future]]] = {}  # by the adapter's folder
@@ -225,6 +255,19 @@ class Service:
         self.background: set[asyncio.Task] = set()
         self.closing: asyncio.Future  # made in the loop that it belongs to, see `application`
         self.secret = secrets.token_bytes(32)  # signs download links
+        self.records = journal.records()  # what a process before this one has left, until `recover` takes it
+        self.check_mine()
+
+    def check_mine(self) -> None:
+        """ValueError: what is unfinished there is of another model."""
+        names = {json.loads(record.body) for record in self.records if record.kind == "base"}
+        ended = {record.owner for record in self.records if record.kind == "end"}
+        unfinished = sum(record.kind == "session" and record.owner not in ended for record in self.records)
+        if unfinished and names - {self.model.name}:
+            theirs, remedy = ", ".join(names), "serve that model, use another --state-dir"
+            raise ValueError(f"{self.journal.file} holds {unfinished} sessions of {theirs}: {remedy}, or move it away")
+        self.journal.drop("base", "")
+        self.note("base", "", self.model.name)
 
     # -- order and promises
 
@@ -237,14 +280,14 @@ class Service:
             raise ValueError(f"seq_id is {request.seq_id}; requests of a model are numbered from 1")
         return run, request.seq_id
 
-    def enqueue(self, run: Run, seq_id: int, work: Work) -> dict:
-        """Accept a request of one model: a promise now, `work` when every smaller seq_id is done."""
+    def enqueue(self, run: Run, seq_id: int, verb: str, body: bytes) -> dict:
+        """Accept a request of one model: a promise now, the work when every smaller seq_id is done."""
         if seq_id not in run.requests:
             run.session.check_alive()
             if seq_id < run.next_seq:
                 raise Gone(f"seq_id {seq_id} of {run.model_id} was executed and its result is no longer kept")
-            promise = run.requests[seq_id] = self.promise()
-            run.pending[seq_id] = (promise, work)
+            promise = run.requests[seq_id] = self.promise(run.model_id, seq_id, body, verb)
+            run.pending[seq_id] = (promise, verb, body)
             run.info["last_request_time"], run.session.last_seen = datetime.now(UTC).isoformat(), time.monotonic()
             if run.worker is None or run.worker.done():
                 run.worker = self.spawn(self.drain(run))
@@ -253,25 +296,44 @@ class Service:
     async def drain(self, run: Run) -> None:
         """One model's worker: takes its requests in order, neighbouring forward_backwards together."""
         while run.next_seq in run.pending:
-            promise, work = run.pending[run.next_seq]
-            if run.ready and isinstance(work, bytes):
+            started, (promise, verb, body) = time.monotonic(), run.pending[run.next_seq]
+            if run.ready and verb == "forward_backward":
                 for group in await self.take_forward_backwards(run):
                     await self.share_tiles(run, group)
-                continue
-            run.pending.pop(run.next_seq)
-            try:
-                if isinstance(work, bytes) or (run.next_seq > 0 and not run.ready):
-                    raise ValueError(f"{run.model_id} was not created: its first request failed")
-                promise.resolve(await work())
-            except Exception as error:
-                promise.fail(error)
-            run.next_seq += 1
+            else:
+                await self.execute(run, promise, verb, body)
+                del run.pending[run.next_seq]
+                run.next_seq += 1
+            run.unsaved_s += time.monotonic() - started
+            await self.save_state(run)
+
+    async def execute(self, run: Run, promise: Promise, verb: str, body: bytes) -> None:
+        """What has been answered is done again after a restart only where it changed the adapter."""
+        if promise.failed or (promise.answer.done() and verb not in REPEATED):
+            return
+        try:
+            if verb == "forward_backward" or (run.next_seq > 0 and not run.ready):
+                raise ValueError(f"{run.model_id}: {run.trouble}")
+            promise.resolve(await getattr(Service, verb).__wrapped__(self, run, body))
+        except Exception as error:
+            if promise.answer.done():
+                run.ready, run.trouble = False, f"its {verb} could not be repeated after a restart: {error}"
+                log.error("%s: %s", run.model_id, run.trouble)
+            promise.fail(error)
 
     async def on_device(self, call: Callable, *args, **kwargs):
         return await asyncio.get_running_loop().run_in_executor(self.device, functools.partial(call, *args, **kwargs))
 
-    def promise(self) -> Promise:
+    def promise(self, owner: str, seq_id: int, body: bytes, verb: str) -> Promise:
+        """Of a request that is in the journal from now on: `Journal.durable` says when a crash cannot undo it."""
+        self.journal.check_room()
         promise = Promise()
+        self.journal.add("request", owner, seq_id, f"{verb} {promise.request_id}".encode())
+        self.journal.add("payload", owner, seq_id, body)
+        return self.remember(promise)
+
+    def remember(self, promise: Promise) -> Promise:
+        promise.keep = functools.partial(self.journal.add, "answer", promise.request_id, 0)
         self.promises[promise.request_id] = promise
         return promise
 
@@ -297,7 +359,11 @@ class Service:
     def create_session(self, request: types.CreateSessionRequest) -> dict:
         session = Session(cache.new_id("s"), request.user_metadata, request.display_name)
         self.sessions[session.session_id] = session
+        self.note("session", session.session_id, [session.user_metadata, session.display_name])
         return {"type": "create_session", "session_id": session.session_id}
+
+    def note(self, kind: str, owner: str, value: Any, seq: int = 0) -> None:
+        self.journal.add(kind, owner, seq, json.dumps(value).encode())
 
     def session(self, session_id: str) -> Session:
         session = find(self.sessions, session_id, "session")
@@ -314,13 +380,18 @@ class Service:
         if session.ended:
             return
         session.ended = True
+        self.note("end", session.session_id, None)
         for run in session.runs.values():
-            for promise, _ in run.pending.values():
+            for promise, _, _ in run.pending.values():
                 promise.fail(Gone(f"session {session.session_id} has ended"))
             run.pending.clear()
-            if run.worker is not None:
-                await asyncio.wait([run.worker])  # what runs may yet make an adapter or a snapshot
+            if busy := [task for task in (run.worker, run.saving) if task is not None]:
+                await asyncio.wait(busy)  # what runs may yet make an adapter or a snapshot
             await self.on_device(self.trainer.release, run.model_id)
+            for kind in ("payload", "shared", "state"):
+                self.journal.drop(kind, run.model_id)
+            if run.state is not None:
+                await in_thread(self.store.remove_snapshot, run.state)
         for sampler in list(session.samplers.values()):
             await self.end_sampler(sampler)
 
@@ -328,8 +399,10 @@ class Service:
         """Nobody waits for what it samples, and its snapshot goes when no engine serves it any more."""
         for promise in sampler.requests.values():
             promise.cancel()
+        self.journal.drop("payload", sampler.sampler_id)
         if (snapshot := sampler.snapshot) is not None:
             sampler.snapshot, sampler.retired = None, True
+            self.note("retired", sampler.sampler_id, None)
             try:
                 await asyncio.wrap_future(self.sampler.retire(snapshot.folder))
                 await in_thread(self.store.remove_snapshot, snapshot)
@@ -352,13 +425,14 @@ class Service:
             metadata = {key: str(value) for key, value in (user_metadata or {}).items()}
             info = {"base_model": self.model.name, "user_metadata": metadata}
             self.runs[model_id] = session.runs[model_id] = Run(model_id, session, info)
+            self.note("run", model_id, [session_id, info])
         return self.runs[model_id]
 
     def check_base_model(self, name: str) -> None:
         if name not in (self.model.name, str(self.model.directory)):
             raise ValueError(f"base_model {name!r} is not served here; this server has {self.model.name!r}")
 
-    @queued
+    @queued(types.CreateModelRequest)
     async def create_model(self, run: Run, request: types.CreateModelRequest) -> dict:
         self.check_base_model(request.base_model)
         check_optimizer(request.optimizer_config.type)
@@ -372,7 +446,7 @@ class Service:
         if lora.train_unembed:
             log.info("%s: train_unembed is accepted, but the unembedding is not trained", run.model_id)
         await self.make_room(run.session)
-        seed = lora.seed if lora.seed is not None else secrets.randbits(31)
+        seed = lora.seed if lora.seed is not None else zlib.crc32(run.model_id.encode())  # the same after a restart
         options = dict(rank=lora.rank, train_attn=lora.train_attn, train_mlp=lora.train_mlp, seed=seed)
         await self.on_device(self.trainer.create, run.model_id, **options)
         return await self.created(run, "create_model", options)
@@ -392,7 +466,7 @@ class Service:
 
     def forward_backward(self, body: bytes) -> dict:
         model_id, seq_id = wire.decode_envelope(body)
-        return self.enqueue(find(self.runs, model_id, "model"), seq_id, body)
+        return self.enqueue(find(self.runs, model_id, "model"), seq_id, "forward_backward", body)
 
     async def take_forward_backwards(self, run: Run) -> list[list[Decoded]]:
         """Those that wait next to each other, up to a number of tokens, in groups of one loss and direction.
@@ -400,28 +474,35 @@ class Service:
         The bound is for the others: for the memory of what is decoded, and for the models that wait for the device.
         """
         taken: list[Decoded] = []
-        room = SHARED_TILES * self.trainer.rows * self.trainer.row_len
-        while room > 0 and run.next_seq in run.pending:
-            promise, body = run.pending[run.next_seq]
-            if not isinstance(body, bytes):
+        room, last = SHARED_TILES * self.trainer.rows * self.trainer.row_len, math.inf
+        while room > 0 and run.next_seq in run.pending and run.next_seq <= last:
+            seq_id, (promise, verb, body) = run.next_seq, run.pending[run.next_seq]
+            if verb != "forward_backward":
                 break
-            del run.pending[run.next_seq]
+            del run.pending[seq_id]
             run.next_seq += 1
+            run.unsaved_bytes += len(body)
+            if promise.failed:
+                continue
+            if not taken:  # after a restart, those that shared tiles do so again: sums depend on their order
+                last = max(run.shared.pop(seq_id, [seq_id if promise.answer.done() else math.inf]))
             try:
                 request = await in_thread(self.read_forward_backward, body)
             except Exception as error:
                 promise.fail(error)
             else:
-                taken.append((promise, request))
-                room -= sum(datum.inputs["target_tokens"].size for datum in request.data)
-        kind = lambda each: (each[1].loss_fn, each[1].forward_only)
+                if not (promise.answer.done() and request.forward_only):
+                    taken.append((seq_id, promise, request))
+                    room -= sum(datum.inputs["target_tokens"].size for datum in request.data)
+        kind = lambda each: (each[2].loss_fn, each[2].forward_only)
         return [list(group) for _, group in itertools.groupby(taken, kind)]
 
     async def share_tiles(self, run: Run, group: list[Decoded]) -> None:
         """One call for all; if it fails, one for each, so that a request answers only for itself."""
-        promises, requests = zip(*group, strict=True)
+        seq_ids, promises, requests = zip(*group, strict=True)
+        backward = not requests[0].forward_only
         try:
-            call = functools.partial(self.trainer.forward_backward, backward=not requests[0].forward_only)
+            call = functools.partial(self.trainer.forward_backward, backward=backward)
             answers = await self.on_device(call, run.model_id, requests)
         except Exception as error:
             if len(group) == 1:
@@ -429,11 +510,36 @@ class Service:
             for each in group:
                 await self.share_tiles(run, [each])
             return
+        if backward and len(group) > 1:
+            self.note("shared", run.model_id, seq_ids, seq_ids[0])
         for promise, answer in zip(promises, answers, strict=True):
             try:
                 promise.resolve(await in_thread(wire.encode_forward_backward, *answer))
             except Exception as error:  # not to be run again: its gradient has joined
                 promise.fail(error)
+
+    async def save_state(self, run: Run) -> None:
+        """Once in a while: where a restart begins instead of at the beginning. Written while others compute."""
+        due = run.unsaved_s > STATE_EVERY_S or run.unsaved_bytes > STATE_EVERY_BYTES
+        if due and run.ready and (run.saving is None or run.saving.done()) and not run.session.ended:
+            run.unsaved_s, run.unsaved_bytes = 0.0, 0
+            tensors, meta = await self.on_device(self.trainer.checkpoint, run.model_id, gradients=True)
+            run.saving = self.spawn(self.write_state(run, run.next_seq, tensors, meta))
+
+    async def write_state(self, run: Run, next_seq: int, tensors: dict[str, np.ndarray], meta: dict) -> None:
+        path = TinkerPath(run.model_id, cache.SNAPSHOTS, cache.new_id())
+        files: dict[str, cache.Content] = {"state.safetensors": lambda file: safetensors.numpy.save_file(tensors, file)}
+        try:
+            state = await in_thread(self.store.write, path, files, meta=meta)
+        except Exception:
+            return log.exception("the state of %s was not written; a restart begins before it", run.model_id)
+        self.note("state", run.model_id, [path.name, run.info], next_seq)
+        for kind in ("payload", "shared", "state"):
+            self.journal.drop(kind, run.model_id, below=next_seq)
+        await asyncio.wrap_future(self.journal.durable())
+        before, run.state, run.covered = run.state, state, next_seq
+        if before is not None:
+            await in_thread(self.store.remove_snapshot, before)
 
     def read_forward_backward(self, body: bytes) -> wire.ForwardBackward:
         request = wire.decode_forward_backward(body)
@@ -447,7 +553,7 @@ class Service:
                 raise ValueError(f"data[{i}].{error}") from None
         return request
 
-    @queued
+    @queued(types.OptimStepRequest)
     async def optim_step(self, run: Run, request: types.OptimStepRequest) -> dict:
         params = request.optim_params
         check_optimizer(getattr(params, "type", "adamw"))
@@ -459,10 +565,17 @@ class Service:
         """Write a checkpoint of this run; the request may say how long it lives and what it replaces."""
         path = TinkerPath(run.model_id, segment, name)
         meta = {key: run.info[key] for key in ("base_model", "rank", "train_attn", "train_mlp")} | state
+        meta["seq_id"] = request.seq_id
         options = request.model_dump(include={"ttl_seconds", "overwrite", "user_metadata"})  # those that it has
-        return await in_thread(self.store.write, path, files, meta=meta, **options)
+        try:
+            return await in_thread(self.store.write, path, files, meta=meta, **options)
+        except ValueError:
+            for saved in await in_thread(self.store.list, run.model_id):
+                if saved.path == path and saved.meta["seq_id"] == request.seq_id:
+                    return saved  # by this very request, just before a crash
+            raise
 
-    @queued
+    @queued(types.SaveWeightsRequest)
     async def save_weights(self, run: Run, request: types.SaveWeightsRequest) -> dict:
         name = request.path if request.path is not None else f"auto-{request.seq_id:06d}"
         tensors, state = await self.on_device(self.trainer.checkpoint, run.model_id)
@@ -470,7 +583,7 @@ class Service:
         saved = await self.keep(run, request, "weights", name, files, state)
         return {"type": "save_weights", "path": str(saved.path)}
 
-    @queued
+    @queued(types.LoadWeightsRequest)
     async def load_weights(self, run: Run, request: types.LoadWeightsRequest) -> dict:
         """Into a model of this session, or into a new one."""
         checkpoint = await in_thread(self.open_checkpoint, request.path, ("weights",))
@@ -480,6 +593,7 @@ class Service:
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
         await self.make_room(run.session)
         await self.on_device(self.trainer.restore, run.model_id, tensors, meta, optimizer=request.optimizer)
+        run.unsaved_s = math.inf  # the checkpoint may be deleted: a restart shall not need it
         options = {key: meta[key] for key in ("rank", "train_attn", "train_mlp")}
         return await self.created(run, "load_weights", options) | {"path": request.path}
 
@@ -489,7 +603,7 @@ class Service:
             raise ValueError(f"{path} is not of the right kind: expected tinker://<run>/{' or '.join(segments)}/<name>")
         return self.store.open(parsed)
 
-    @queued
+    @queued(types.SaveWeightsForSamplerRequest)
     async def save_weights_for_sampler(self, run: Run, request: types.SaveWeightsForSamplerRequest) -> dict:
         files = peft_files(*await self.on_device(self.trainer.snapshot, run.model_id))
         if request.path is not None:
@@ -503,8 +617,8 @@ class Service:
     async def snapshot(self, run_id: str, files: dict[str, cache.Content]) -> cache.Checkpoint:
         """A folder that the sampler serves from now on."""
         snapshot = await in_thread(self.store.write_snapshot, run_id, files, meta={})
-        try:
-            await self.publish(snapshot.folder)
+        try:  # hashing it takes about as long as loading
+            await asyncio.gather(self.publish(snapshot.folder), in_thread(self.store.seal, snapshot))
         except BaseException:
             await in_thread(self.store.remove_snapshot, snapshot)
             raise
@@ -513,7 +627,7 @@ class Service:
     async def publish(self, folder: Path) -> None:
         await asyncio.wrap_future(await in_thread(self.sampler.publish, folder))  # the embedded engine reads the folder
 
-    @queued
+    @queued(types.SaveWeightsExternalRequest)
     async def save_weights_external(self, run: Run, request: types.SaveWeightsExternalRequest) -> dict:
         if request.age_encryption_recipients:
             raise ValueError("age_encryption_recipients: encrypted exports are not supported; leave it out")
@@ -530,6 +644,9 @@ class Service:
 
     def add_sampler(self, sampler: SamplingSession) -> None:
         self.samplers[sampler.sampler_id] = sampler.session.samplers[sampler.sampler_id] = sampler
+        name = sampler.snapshot.path.name if sampler.snapshot is not None else None
+        run_id = sampler.snapshot.path.run_id if sampler.snapshot is not None else None
+        self.note("sampler", sampler.sampler_id, [sampler.session.session_id, sampler.model_path, run_id, name])
         if sampler.session.ended:  # meanwhile
             self.spawn(self.end_sampler(sampler))
 
@@ -594,23 +711,34 @@ class Service:
         request = wire.decode_sample(body)
         sampler = find(self.samplers, request.sampling_session_id, "sampling session")
         sampler.session.check_alive()
+        if sampler.trouble:
+            raise RuntimeError(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble}")
         if sampler.retired:
             remedy = "save_weights_for_sampler(name) makes one that stays"
             raise Gone(f"{sampler.sampler_id} was idle for an hour, and newer versions came: it is gone; {remedy}")
         sampler.last_used = time.monotonic()
         if request.seq_id not in sampler.requests:
-            try:
-                context_tokens = self.sampler.context_tokens
-                wire.validate_sample(request, vocab_size=self.model.vocab_size, context_tokens=context_tokens)
-                future = self.sampler.submit(request, sampler.folder)  # Overloaded: 429, then the same seq_id again
-            except ValueError as error:
-                future = Future()
-                future.set_exception(error)
-            promise = sampler.requests[request.seq_id] = self.promise()
-            promise.cancel = future.cancel
-            self.spawn(self.sampled(sampler, promise, future))
+            future = self.submit(sampler, request)  # Overloaded: 429, then the same seq_id again
+            promise = sampler.requests[request.seq_id] = self.promise(
+                sampler.sampler_id, request.seq_id, body, "asample"
+            )
+            self.follow(sampler, promise, future)
         sequence_ids = [f"{sampler.sampler_id}:{request.seq_id}:{i}" for i in range(request.num_samples)]
         return {"request_id": sampler.requests[request.seq_id].request_id, "sample_sequence_ids": sequence_ids}
+
+    def submit(self, sampler: SamplingSession, request: wire.SampleRequest) -> Future:
+        try:
+            context_tokens = self.sampler.context_tokens
+            wire.validate_sample(request, vocab_size=self.model.vocab_size, context_tokens=context_tokens)
+            return self.sampler.submit(request, sampler.folder)
+        except ValueError as error:
+            future: Future = Future()
+            future.set_exception(error)
+            return future
+
+    def follow(self, sampler: SamplingSession, promise: Promise, future: Future) -> None:
+        promise.cancel = future.cancel
+        self.spawn(self.sampled(sampler, promise, future))
 
     async def sampled(self, sampler: SamplingSession, promise: Promise, future: Future) -> None:
         """Keep the promise when the engine has answered, and tell whoever polls its whole session."""
@@ -620,19 +748,17 @@ class Service:
             promise.fail(Gone("cancelled"))
         except Exception as error:
             promise.fail(error)
-        answer, completion = promise.answer.result(), {"state": "failed", "request_id": promise.request_id}
-        if isinstance(answer, bytes):
-            completion |= {"state": "finished", "response_payload_uncompressed_size": len(answer)}
-        sampler.completions.append(completion)
+        sampler.completions.append(completion(promise))
         sampler.completed.set_result(None)
         sampler.completed = asyncio.Future()
 
     async def retrieve_futures(self, request: types.FuturesRetrieveRequest) -> dict:
         """What of one sampling session has finished since `prev_cursor`; the results are then fetched one by one."""
         sampler = find(self.samplers, request.target.sampling_session_id, "sampling session")
-        if len(sampler.completions) <= request.prev_cursor:
+        if sampler.forgotten + len(sampler.completions) <= request.prev_cursor:
             await self.wait(sampler.completed, min(request.timeout if request.timeout is not None else POLL_S, POLL_S))
-        return {"completions": sampler.completions[request.prev_cursor :], "cursor": len(sampler.completions)}
+        new = sampler.completions[max(request.prev_cursor - sampler.forgotten, 0) :]
+        return {"completions": new, "cursor": sampler.forgotten + len(sampler.completions)}
 
     def cancel_future(self, request: types.FutureRetrieveRequest) -> dict:
         promise = find(self.promises, request.request_id, "future")
@@ -645,12 +771,38 @@ class Service:
             await asyncio.sleep(60)
             while stale := idle(self.samplers.values(), time.monotonic()):  # looked at again: ending one takes time
                 await self.end_sampler(stale[0])
-            old = time.monotonic() - KEEP_RESULTS_S
-            kept = {key: p for key, p in self.promises.items() if p.finished_at >= old}
-            for owner in (*self.runs.values(), *self.samplers.values()):
-                owner.requests = {seq: p for seq, p in owner.requests.items() if p.request_id in kept}
-            self.promises = kept
+            self.forget(before=time.monotonic() - KEEP_RESULTS_S)
+            for run in self.runs.values():  # what is in a state need not be repeated, and can be forgotten
+                if run.unsaved_s and (run.worker is None or run.worker.done()):
+                    run.unsaved_s = math.inf
+                    await self.save_state(run)
             await in_thread(self.store.sweep)
+
+    def forget(self, *, before: float) -> None:
+        """Results that were there earlier, as long as no restart needs to know of them."""
+        old = lambda seq, promise, covered: promise.finished_at < before and seq < covered
+        for owner in (*self.runs.values(), *self.samplers.values()):
+            training = isinstance(owner, Run)
+            key, covered = (owner.model_id, owner.covered) if training else (owner.sampler_id, math.inf)
+            gone = {seq: promise for seq, promise in owner.requests.items() if old(seq, promise, covered)}
+            for seq, promise in gone.items():
+                del owner.requests[seq], self.promises[promise.request_id]
+                self.journal.drop("answer", promise.request_id)
+                self.journal.drop("request", key, seq=seq)
+            if not training and gone:
+                names = {promise.request_id for promise in gone.values()}
+                kept = [each for each in owner.completions if each["request_id"] not in names]
+                owner.forgotten, owner.completions = owner.forgotten + len(owner.completions) - len(kept), kept
+                self.journal.drop("forgotten", key)
+                self.note("forgotten", key, owner.forgotten)
+
+
+def completion(promise: Promise) -> dict:
+    """As retrieve_futures tells of it."""
+    answer, told = promise.answer.result(), {"state": "failed", "request_id": promise.request_id}
+    if isinstance(answer, bytes):
+        told |= {"state": "finished", "response_payload_uncompressed_size": len(answer)}
+    return told
 
 
 def check_optimizer(kind: str) -> None:
@@ -662,6 +814,106 @@ def peft_files(tensors: dict, config: dict) -> dict[str, cache.Content]:
     """An adapter folder as PEFT, vLLM and the embedded engine read it."""
     save = lambda file: safetensors.numpy.save_file(tensors, file, {"format": "pt"})  # never the whole in one piece
     return {"adapter_model.safetensors": save, "adapter_config.json": json.dumps(config, indent=2).encode()}
+
+
+# ---- after a restart
+
+
+def recover(service: Service) -> None:
+    """Everybody's sessions, requests and results are there again; what was not finished goes on, in the background."""
+    records, service.records = service.records, []
+    answers = {record.owner: record.body for record in records if record.kind == "answer"}
+    payloads = {(record.owner, record.seq): record.body for record in records if record.kind == "payload"}
+    owners: dict[str, Run | SamplingSession] = {}
+    for record in records:
+        kind, owner, seq = record.kind, record.owner, record.seq
+        given: Any = json.loads(record.body) if kind not in ("request", "payload", "answer") else None
+        if kind == "session":
+            service.sessions[owner] = Session(owner, *given)
+        elif kind == "end":
+            service.sessions[owner].ended = True
+        elif kind == "run":
+            session = service.sessions[given[0]]
+            owners[owner] = service.runs[owner] = session.runs[owner] = Run(owner, session, given[1])
+        elif kind == "sampler":
+            owners[owner] = reopen(service, SamplingSession(owner, service.sessions[given[0]], given[1]), *given[2:])
+        elif kind == "request":
+            verb, request_id = record.body.decode().split()
+            promise = Promise(request_id)
+            if request_id in answers:
+                promise.resolve(answer_in(answers[request_id]))
+            owners[owner].requests[seq] = service.remember(promise)
+            if isinstance(run := owners[owner], Run) and (owner, seq) in payloads:
+                run.pending[seq] = (promise, verb, payloads[owner, seq])
+        elif kind == "shared":
+            service.runs[owner].shared[seq] = given
+        elif kind == "state":
+            run, path = service.runs[owner], TinkerPath(owner, cache.SNAPSHOTS, given[0])
+            run.state, run.info, run.next_seq, run.covered = service.store.find(path), given[1], seq, seq
+        elif kind == "retired":
+            service.samplers[owner].retired = True
+        elif kind == "forgotten":
+            service.samplers[owner].forgotten = given
+    held = [run.state for run in service.runs.values() if not run.session.ended]
+    held += [each.snapshot for each in service.samplers.values() if not (each.retired or each.session.ended)]
+    service.store.keep_snapshots({each.path.name for each in held if each is not None})
+    finished = [service.promises[record.owner] for record in records if record.kind == "answer"]
+    of_sampler = {id(p): sampler for sampler in service.samplers.values() for p in sampler.requests.values()}
+    for promise in finished:
+        if id(promise) in of_sampler:
+            of_sampler[id(promise)].completions.append(completion(promise))
+    for run in service.runs.values():
+        if not run.session.ended:
+            run.worker = service.spawn(resume(service, run))
+    for sampler in service.samplers.values():
+        for seq, promise in sampler.requests.items():
+            if not promise.answer.done():
+                ask_again(service, sampler, promise, payloads[sampler.sampler_id, seq])
+    if records:
+        log.info("%d sessions go on", sum(not session.ended for session in service.sessions.values()))
+
+
+def answer_in(body: bytes) -> dict | bytes:
+    return body[1:] if body[:1] == b"P" else json.loads(body)
+
+
+def reopen(service: Service, sampler: SamplingSession, run_id: str | None, name: str | None) -> SamplingSession:
+    try:
+        if name is not None and run_id is not None:
+            sampler.snapshot = service.store.open(TinkerPath(run_id, cache.SNAPSHOTS, name))
+            sampler.folder = sampler.snapshot.folder
+        elif sampler.model_path is not None:
+            sampler.folder = service.open_checkpoint(sampler.model_path, ("sampler_weights",)).folder
+    except (ValueError, RuntimeError) as error:
+        sampler.trouble = str(error)
+    service.samplers[sampler.sampler_id] = sampler.session.samplers[sampler.sampler_id] = sampler
+    return sampler
+
+
+def ask_again(service: Service, sampler: SamplingSession, promise: Promise, body: bytes) -> None:
+    """The same request under the same version and seed."""
+    if sampler.trouble or sampler.retired or sampler.session.ended:
+        return promise.fail(
+            Gone(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble or 'it has ended'}")
+        )
+    service.follow(sampler, promise, service.submit(sampler, wire.decode_sample(body)))
+
+
+async def resume(service: Service, run: Run) -> None:
+    """An adapter as it was: its last state, and what came after once more."""
+    if run.covered:
+        try:
+            if run.state is None:
+                raise ValueError("its state is not there")
+            state = await in_thread(service.store.open, run.state.path)
+            tensors = await in_thread(safetensors.numpy.load_file, state.folder / "state.safetensors")
+            restore = functools.partial(service.trainer.restore, optimizer=True)
+            await service.on_device(restore, run.model_id, tensors, state.meta)
+            run.ready = True
+        except Exception as error:
+            run.trouble = f"it could not be restored after a restart: {error}"
+            log.error("%s: %s", run.model_id, run.trouble)
+    await service.drain(run)
 
 
 # ---- what the client and the CLI may look at
@@ -775,14 +1027,14 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Any], Any], type], ...] = (
     ("POST", "telemetry", lambda *_: {"status": "accepted"}, bytes),
     ("POST", "create_session", Service.create_session, types.CreateSessionRequest),
     ("POST", "session_heartbeat", Service.session_heartbeat, types.SessionHeartbeatRequest),
-    ("POST", "create_model", Service.create_model, types.CreateModelRequest),
+    ("POST", "create_model", Service.create_model, bytes),
     ("POST", "get_info", Service.get_info, types.GetInfoRequest),
     ("POST", "forward_backward", Service.forward_backward, bytes),
-    ("POST", "optim_step", Service.optim_step, types.OptimStepRequest),
-    ("POST", "save_weights", Service.save_weights, types.SaveWeightsRequest),
-    ("POST", "load_weights", Service.load_weights, types.LoadWeightsRequest),
-    ("POST", "save_weights_for_sampler", Service.save_weights_for_sampler, types.SaveWeightsForSamplerRequest),
-    ("POST", "save_weights_external", Service.save_weights_external, types.SaveWeightsExternalRequest),
+    ("POST", "optim_step", Service.optim_step, bytes),
+    ("POST", "save_weights", Service.save_weights, bytes),
+    ("POST", "load_weights", Service.load_weights, bytes),
+    ("POST", "save_weights_for_sampler", Service.save_weights_for_sampler, bytes),
+    ("POST", "save_weights_external", Service.save_weights_external, bytes),
     ("POST", "weights_info", Service.weights_info, WeightsInfo),
     ("POST", "create_sampling_session", Service.create_sampling_session, types.CreateSamplingSessionRequest),
     ("POST", "asample", Service.asample, bytes),
@@ -817,7 +1069,10 @@ def route(service: Service, method: str, path: str, handler: Callable[[Service, 
         check_key(service, request)
         given: Any = request if kind is Request else await read(service, request)
         answer = handler(service, kind.model_validate_json(given) if issubclass(kind, pydantic.BaseModel) else given)
-        return respond(await answer if inspect.isawaitable(answer) else answer)
+        answer = await answer if inspect.isawaitable(answer) else answer
+        if not (durable := service.journal.durable()).done():
+            await asyncio.wrap_future(durable)  # nothing is told that a crash could undo
+        return respond(answer)
 
     return Route(f"{API}/{path}", endpoint, methods=[method])
 
@@ -858,6 +1113,7 @@ STATUS = {  # what is answered at once. No 408, 409 or 5xx for what is final: th
     NotFound: 404,
     Gone: 410,
     Overloaded: 429,
+    cache.Full: 429,
     ValueError: 400,
     ClientDisconnect: 400,  # nobody reads it
     Exception: 500,
@@ -877,6 +1133,7 @@ def application(service: Service) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(_):
         service.closing = asyncio.Future()
+        recover(service)
         sweeper = service.spawn(service.sweep())
         yield
         sweeper.cancel()
@@ -920,7 +1177,7 @@ def bind(config: ServerConfig) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}") from error
 
 
-def build(config: ServerConfig, store: cache.Store) -> Service:
+def build(config: ServerConfig, store: cache.Store, journal: cache.Journal) -> Service:
     """Load the model and compile every program."""
     jax.config.update("jax_compilation_cache_dir", str(store.root / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -935,7 +1192,7 @@ def build(config: ServerConfig, store: cache.Store) -> Service:
     adapters = f"{config.trainer.max_adapters} adapters of rank <= {config.model.max_rank}"
     slots = f"{config.sampler.slots} slots of {config.sampler.context} tokens"
     log.info("%s: tiles of %d x %d tokens, %s; sampler: %s", model.name, trainer.rows, trainer.row_len, adapters, slots)
-    return Service(config, store, trainer, sampler)
+    return Service(config, store, journal, trainer, sampler)
 
 
 def main(config: ServerConfig) -> None:
@@ -944,7 +1201,8 @@ def main(config: ServerConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request in flight is two open files
     config.state_dir.mkdir(parents=True, exist_ok=True)
     store = cache.Store(config.state_dir)
-    service = build(config, store)
+    journal = cache.Journal(config.state_dir, most_bytes=config.journal_mb << 20)
+    service = build(config, store, journal)
     url, key = f"http://{config.host}:{sock.getsockname()[1]}", "<yours>" if config.api_key else "tml-any"
     log.info("ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s", time.monotonic() - started, url, key)
     options = uvicorn.Config(application(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="on")
@@ -954,6 +1212,7 @@ def main(config: ServerConfig) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises either again when it has shut down
     with contextlib.suppress(KeyboardInterrupt):
         Server(options, service).run(sockets=[sock])
+    journal.close()  # first: what the engine gives up now is asked for again after the next start
     service.sampler.close()
     store.close()
     log.info("stopped")

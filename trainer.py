@@ -875,13 +875,18 @@ class Trainer:
         tensors = self.model.to_peft(weights, rank=state.rank)
         return tensors, self.model.peft_config(tensors, rank=state.rank)
 
-    def checkpoint(self, model_id: str) -> tuple[dict[str, np.ndarray], dict]:
-        """(weights, both moments, cut to the adapter's rank; what `restore` needs besides)."""
+    def checkpoint(self, model_id: str, *, gradients: bool = False) -> tuple[dict[str, np.ndarray], dict]:
+        """(weights, both moments, cut to the adapter's rank; what `restore` needs besides), and on demand what has
+        accumulated since the last step.
+        """
         state = self.adapters[model_id]
-        parts = jax.device_get({"weights": state.weights, "mu": state.moments[0], "nu": state.moments[1]})
+        parts = {"weights": state.weights, "mu": state.moments[0], "nu": state.moments[1]}
+        meta = dict(rank=state.rank, train_attn=state.train_attn, train_mlp=state.train_mlp, step=state.step)
+        if gradients and state.accumulated:
+            parts["gradients"], meta["accumulated"] = state.gradients, state.accumulated
         cut = lambda path, x: np.ascontiguousarray(_cut(path, x, state.rank))
-        tensors = {f"{part}/{path}": cut(path, x) for part, arrays in parts.items() for path, x in arrays.items()}
-        return tensors, dict(rank=state.rank, train_attn=state.train_attn, train_mlp=state.train_mlp, step=state.step)
+        arrays = jax.device_get(parts)
+        return {f"{part}/{path}": cut(path, x) for part in arrays for path, x in arrays[part].items()}, meta
 
     def export(self, tensors: Mapping[str, np.ndarray], meta: Mapping) -> tuple[dict[str, np.ndarray], dict]:
         """What `snapshot` would have answered when `checkpoint` gave these tensors; needs no device."""
@@ -893,16 +898,17 @@ class Trainer:
         """An adapter from `checkpoint`'s answer; without `optimizer` moments and step start from zero. Replaces one of
         the same id.
         """
-        zeros = self.model.zeros
+        zeros, accumulated = self.model.zeros, meta.get("accumulated", 0)
         part = lambda name: jax.device_put(self._padded(tensors, meta, name), self.model.sharding())
         state = AdapterState(
             rank=meta["rank"],
             train_attn=meta["train_attn"],
             train_mlp=meta["train_mlp"],
             weights=part("weights"),
-            gradients=zeros(),
+            gradients=part("gradients") if accumulated else zeros(),
             moments=(part("mu"), part("nu")) if optimizer else (zeros(), zeros()),
             step=meta["step"] if optimizer else 0,
+            accumulated=accumulated,
         )
         self.release(model_id)
         self._admit(model_id, state)
