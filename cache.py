@@ -218,9 +218,10 @@ class Store:
     def keep_snapshots(self, names: set[str]) -> None:
         """Remove every snapshot but these: nobody remembers the others."""
         with self._mutex:
-            for snapshot in self._readable(segment=SNAPSHOTS):
-                if snapshot.path.name not in names:
-                    self.remove_snapshot(snapshot)
+            for file in self._manifest_files(segment=SNAPSHOTS):
+                if file.stem not in names:
+                    file.unlink()
+            self._remove_garbage()
 
     def _occupant(self, path: TinkerPath, overwrite: bool) -> Checkpoint | None:
         with self._mutex:
@@ -371,8 +372,8 @@ class Store:
         for folder in (file.parent, file.parent.parent, self._runs) if sync else ():  # each may have a new name in it
             _fsync(folder)
 
-    def _readable(self, run_id: str | None = None, segment: str = "*") -> Iterator[Checkpoint]:
-        return _read_all(self._read_manifest, self._manifest_files(run_id, segment))
+    def _readable(self, run_id: str | None = None) -> Iterator[Checkpoint]:
+        return _read_all(self._read_manifest, self._manifest_files(run_id))
 
     def list(self, run_id: str | None = None) -> list[Checkpoint]:  # stays last: `list[...]` below it would mean itself
         """The checkpoints of one run, or of all, newest first; a damaged one is logged and left out."""

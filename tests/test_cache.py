@@ -7,13 +7,16 @@ each file that was not fsynced by then.
 import contextlib
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import SEGMENTS, Checkpoint, Store, TinkerPath, check_name, new_id
+from cache import SEGMENTS, Checkpoint, Full, Journal, Record, Store, TinkerPath, check_name, new_id
 
 RUN = "0123abcd:train:1"
 A = TinkerPath(RUN, "weights", "a")
@@ -253,6 +256,146 @@ def test_a_snapshot_is_not_listed_and_ends_with_its_store(tmp_path: Path):
         assert objects(store) == {kept.folder.name, second.folder.name}
     with Store(tmp_path) as store:
         assert objects(store) == {kept.folder.name}
+
+
+def test_a_sealed_snapshot_is_there_for_the_next_process_as_long_as_somebody_remembers_it(tmp_path: Path):
+    with Store(tmp_path) as store:
+        kept, forgotten = (store.write_snapshot(RUN, NEW, meta={"step": n}) for n in range(2))
+        store.seal(kept)
+        store.seal(forgotten)
+        store.write_snapshot(RUN, NEW, meta={})  # is not sealed
+        assert store.list() == []
+    with Store(tmp_path) as store:
+        assert objects(store) == {kept.folder.name, forgotten.folder.name}
+        store.keep_snapshots({kept.path.name})
+        assert objects(store) == {kept.folder.name}
+        found = store.open(kept.path)
+        assert contents(found) == NEW and found.meta == {"step": 0}
+        next(found.folder.iterdir()).write_bytes(b"torn")
+    with Store(tmp_path) as store, pytest.raises(RuntimeError, match="damaged"):
+        store.open(kept.path)
+
+
+# The journal
+
+
+def test_a_journal_gives_back_what_was_added_in_its_order_but_for_what_was_dropped(tmp_path: Path):
+    journal = Journal(tmp_path)
+    for seq in range(5):
+        journal.add("payload", "a", seq, bytes([seq]))
+    journal.add("request", "a", 2**63 - 2, b"")
+    journal.add("payload", "b")
+    journal.drop("payload", "a", below=3)
+    journal.drop("payload", "a", seq=4)
+    journal.durable().result()
+    journal.close()
+    journal = Journal(tmp_path)
+    kept = [Record("payload", "a", 3, b"\3"), Record("request", "a", 2**63 - 2, b""), Record("payload", "b", 0, b"")]
+    assert journal.records() == kept
+    journal.add("later", "a")
+    journal.close()
+    journal = Journal(tmp_path)
+    assert journal.records() == [*kept, Record("later", "a", 0, b"")]
+    journal.close()
+
+
+def add_until_killed(root: Path, told: Connection) -> None:
+    journal = Journal(root)
+    for seq in count():
+        journal.add("payload", "a", seq, random.Random(seq).randbytes(500))
+        if seq % 3 == 0:
+            journal.durable().result()
+            told.send(seq)
+
+
+def test_what_was_durable_is_there_when_the_process_was_killed(tmp_path: Path):
+    mine, theirs = spawn.Pipe()
+    process = spawn.Process(target=add_until_killed, args=(tmp_path, theirs))
+    process.start()
+    while (last := mine.recv()) < 300:
+        pass
+    process.kill()
+    process.join()
+    while mine.poll():
+        last = mine.recv()
+    journal = Journal(tmp_path)
+    records = journal.records()
+    journal.close()
+    assert [record.seq for record in records] == list(range(len(records))) and last < len(records)
+    assert all(record.body == random.Random(record.seq).randbytes(500) for record in records)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate"])
+def test_a_damaged_journal_is_an_error_or_whole_up_to_some_moment(tmp_path: Path, damage: str):
+    journal = Journal(tmp_path)
+    for seq in range(200):
+        journal.add("payload", "ab"[seq % 2], seq, random.Random(seq).randbytes(seq * 7))
+        if seq % 10 == 9:
+            journal.durable().result()
+    whole = journal.records()
+    copies = {name: (tmp_path / name).read_bytes() for name in ("journal.sqlite", "journal.sqlite-wal")}
+    journal.close()
+    copies["closed"] = (tmp_path / "journal.sqlite").read_bytes()
+    dice, outcomes = random.Random(5), Counter()
+    for _ in range(150):
+        root = tmp_path / "damaged"
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+        name = dice.choice(list(copies))
+        for each in ("journal.sqlite", "journal.sqlite-wal") if name != "closed" else ("closed",):
+            content = bytearray(copies[each])
+            at = dice.randrange(len(content))
+            if each == name and damage == "flip":
+                content[at] ^= 1 << dice.randrange(8)
+            elif each == name:
+                del content[at:]
+            (root / each.replace("closed", "journal.sqlite")).write_bytes(content)
+        try:
+            journal = Journal(root)
+        except RuntimeError as error:
+            assert "is damaged" in str(error) and str(root) in str(error)
+            outcomes["refused"] += 1
+            continue
+        try:
+            found = journal.records()
+            assert found == whole[: len(found)]
+            outcomes["whole" if found == whole else "shorter"] += 1
+        except RuntimeError as error:
+            assert "is damaged" in str(error)
+            outcomes["refused"] += 1
+        finally:
+            journal.close()
+    assert outcomes["refused"] > 20, outcomes
+
+
+def test_a_journal_that_cannot_be_written_says_so_and_lets_its_callers_go_on(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.add("payload", "a", 1)
+    journal.durable().result()
+    (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
+    journal._database.execute(f"PRAGMA max_page_count = {pages}").fetchall()  # as a full disk
+    journal.add("payload", "a", 2, bytes(100_000))
+    journal.durable().result()
+    assert "full" in journal.trouble
+    journal._database.execute("PRAGMA max_page_count = 1000000").fetchall()
+    journal.add("payload", "a", 3)
+    while journal.trouble:
+        time.sleep(0.01)
+    assert [record.seq for record in journal.records()] == [1, 2, 3]
+    journal.close()
+
+
+def test_a_journal_larger_than_its_bound_takes_no_more(tmp_path: Path):
+    journal = Journal(tmp_path, most_bytes=1 << 20)
+    journal.check_room()
+    journal.add("payload", "a", 0, bytes(2 << 20))
+    journal.durable().result()
+    with pytest.raises(Full, match="2 of 1 MiB"):
+        journal.check_room()
+    journal.drop("payload", "a")
+    journal.durable().result()
+    journal.check_room()
+    journal.close()
 
 
 # Time to live
