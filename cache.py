@@ -22,7 +22,9 @@ Run:        pytest tests/test_cache.py
 Read first: Store.write, which is the whole idea.
 """
 
+import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -35,12 +37,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
+
+import msgpack
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +148,7 @@ class Store:
         self._lock_file = _take_lock(self.root / "lock")
         self._mutex = threading.RLock()  # over every use of the manifests, so that each method is atomic
         self._verified: set[str] = set()  # ids of the objects that this process has checked
-        self._remove_garbage()
+        self.remove_garbage()
 
     def close(self) -> None:
         self._lock_file.close()
@@ -221,7 +224,7 @@ class Store:
             for file in self._manifest_files(segment=SNAPSHOTS):
                 if file.stem not in names:
                     file.unlink()
-            self._remove_garbage()
+            self.remove_garbage()
 
     def _occupant(self, path: TinkerPath, overwrite: bool) -> Checkpoint | None:
         with self._mutex:
@@ -230,7 +233,7 @@ class Store:
             raise ValueError(f"checkpoint {path} exists: choose another name or overwrite=True")
         return old
 
-    @contextmanager
+    @contextlib.contextmanager
     def _staged(
         self, files: Mapping[str, Content], *, digest: bool = True
     ) -> Iterator[tuple[Path, dict[str, dict[str, Any]]]]:
@@ -307,7 +310,7 @@ class Store:
         shutil.rmtree(folder, ignore_errors=True)  # what resists is garbage, tried again at the next start
         self._verified.discard(folder.name)
 
-    def _remove_garbage(self) -> None:
+    def remove_garbage(self) -> None:
         try:
             named = {self._read_manifest(file).folder.name for file in self._manifest_files()}
         except RuntimeError as error:
@@ -393,6 +396,10 @@ class Record:
     body: bytes
 
 
+# A record and its number, or what to drop (owner, kind, first seq, the one after the last) and 0.
+Change = tuple[Record | tuple[str, str, int, int], int]
+
+
 class Journal:
     """What the server has promised, and what came of it: records, in the order in which they were added.
 
@@ -404,10 +411,11 @@ class Journal:
         self.file, self.most_bytes, self.live_bytes = root / "journal.sqlite", most_bytes, 0
         self.trouble = ""
         self._mutex, self._noted = threading.Lock(), threading.Event()
-        self._changes: list[tuple[Record | tuple[str, str, int, int], int]] = []  # noted, not yet committed
+        self._changes: list[Change] = []  # noted, not yet committed
         self._batch: Future = Future()  # done when they are
         self._committing: Future | None = None
         self._closing = False
+        self._taken: list[Change] | None = None  # committed since the last `take`; None: too much, or nobody takes
         try:
             self._database = sqlite3.connect(self.file, check_same_thread=False, isolation_level=None)
             for pragma in ("journal_mode=WAL", "synchronous=FULL"):
@@ -458,6 +466,17 @@ class Journal:
         with self._mutex:
             return self._batch if self._changes else self._committing if self._committing else NOTHING_TO_DO
 
+    def take(self) -> list[Change] | None:
+        """What was committed since the last call; None: the whole has to be copied."""
+        with self._mutex:
+            taken, self._taken = self._taken, []
+            return taken
+
+    def copy(self, file: Path) -> None:
+        """The database as it is at some moment from now on."""
+        with contextlib.closing(sqlite3.connect(self.file)) as database:
+            database.execute("VACUUM INTO ?", (str(file),))
+
     def check_room(self) -> None:
         if self.live_bytes > self.most_bytes:
             limit = f"{self.most_bytes >> 20} MiB (--journal-mb)"
@@ -498,31 +517,41 @@ class Journal:
             self._committing = None
             committed.set_result(None)
 
-    def _commit(self, changes: list[tuple[Record | tuple[str, str, int, int], int]]) -> None:
+    def _commit(self, changes: list[Change]) -> None:
         if not changes:
             return
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            for change, number in changes:
-                if isinstance(change, Record):
-                    values = (number, change.kind, change.owner, change.seq, change.body)
-                    self._database.execute(INSERT, (*values, _record_digest(number, change)))
-                else:
-                    self._database.execute(DELETE, change)
-            self._database.execute("COMMIT")
-        except BaseException:
-            if self._database.in_transaction:
-                self._database.execute("ROLLBACK")
-            raise
+        apply_changes(self._database, changes)
+        with self._mutex:
+            if self._taken is not None:
+                self._taken += changes
+                if sum(len(each.body) for each, _ in self._taken if isinstance(each, Record)) > HELD_BYTES:
+                    self._taken = None
         pages, free, size = (self._database.execute(f"PRAGMA {what}").fetchone()[0] for what in SIZES)
         self.live_bytes = (pages - free) * size
+
+
+def apply_changes(database: sqlite3.Connection, changes: list[Change]) -> None:
+    """All of them, or none; again is as good as once."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        for change, number in changes:
+            if isinstance(change, Record):
+                values = (number, change.kind, change.owner, change.seq, change.body)
+                database.execute(INSERT, (*values, _record_digest(number, change)))
+            else:
+                database.execute(DELETE, change)
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
 
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, kind TEXT, owner TEXT, seq INTEGER, body BLOB, digest BLOB);
 CREATE INDEX IF NOT EXISTS by_owner ON records (owner, kind, seq);
 """
-INSERT = "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?)"
+INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)"
 DELETE = "DELETE FROM records WHERE owner = ? AND kind = ? AND seq >= ? AND seq < ?"
 SIZES = ("page_count", "freelist_count", "page_size")
 HELD_BYTES = 256 << 20  # of records that cannot be written, in memory: then no more is written at all
@@ -533,6 +562,289 @@ NOTHING_TO_DO.set_result(None)
 def _record_digest(number: int, record: Record) -> bytes:
     head = f"{number} {record.kind} {record.owner} {record.seq} ".encode()
     return hashlib.blake2b(head + record.body, digest_size=8).digest()
+
+
+# ---- the mirror
+
+
+class Mirror:
+    """Copies of folders under an fsspec root (gs://bucket/run, or a path): what a new machine begins with.
+
+        blobs/<sha256>             the bytes of files: two writers can only write the same
+        <tree>/<epoch>-<id>.json   a manifest, written last: path -> size and sha256; the newest whole one counts
+
+    Nothing that is torn, or half uploaded, is restored: a manifest carries its own sha256, and each file is checked. An
+    epoch is one writer's time; an older writer that still runs cannot put itself before a newer one.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.epoch = new_id()
+        os.environ.setdefault(
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
+        )  # its probe waits 60 s where it gets no answer
+        import fsspec
+
+        self.files, self.root = fsspec.core.url_to_fs(url, **({"auto_mkdir": True} if "://" not in url else {}))
+        self._sizes: dict[str, int] | None = None  # of the blobs that are there, by sha256
+        self._digests: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}  # of files that have not changed since
+        self._published: dict[str, str] = {}  # tree -> its manifest's text
+
+    def push(self, tree: str, files: Mapping[str, Path]) -> int:
+        """Make these the tree; how many bytes were sent. FileNotFoundError: one has gone meanwhile, and nothing is new;
+        OSError and what else the file system raises: it cannot be reached, try again.
+        """
+        entries = {name: self._entry(file) for name, file in sorted(files.items())}
+        if self._sizes is None:
+            found = self.files.find(f"{self.root}/blobs", detail=True)
+            self._sizes = {name.rpartition("/")[2]: info["size"] for name, info in found.items()}
+        new = {entry["sha256"]: files[name] for name, entry in entries.items() if not self._has(entry)}
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            sent = list(pool.map(self._send, new, new.values()))
+        text = json.dumps({"sha256": _seal(entries), "files": entries})
+        if text != self._published.get(tree):
+            self.files.pipe_file(f"{self.root}/{tree}/{self.epoch}-{new_id()}.json", text.encode())
+            self._published[tree] = text
+            for old in self._manifests(tree)[:-KEPT_MANIFESTS]:
+                self.files.rm_file(old)
+        return sum(sent)
+
+    def pull(self, tree: str, folder: Path) -> list[str]:
+        """The tree's newest version in `folder`; what of it could not be had. FileNotFoundError: there is none."""
+        entries = self.newest(tree)
+        started = time.monotonic()
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            got = list(pool.map(lambda name: self._fetch(entries[name], folder / name), entries))
+        total, seconds = sum(sent for sent in got if sent is not None), time.monotonic() - started
+        log.info("%s: %d files, %.1f MB in %.1f s from %s", tree, len(entries), total / 1e6, seconds, self.root)
+        return [name for name, sent in zip(entries, got, strict=True) if sent is None]
+
+    def newest_epoch(self, tree: str) -> str:
+        """Whose version it is; empty: nobody's."""
+        return max((name.rpartition("/")[2].partition("-")[0] for name in self._manifests(tree)), default="")
+
+    def newest(self, tree: str) -> dict[str, dict[str, Any]]:
+        """Its files: relative path -> {"bytes", "sha256"}."""
+        for name in reversed(self._manifests(tree)):
+            try:
+                manifest = json.loads(self.files.cat_file(name))
+                if manifest["sha256"] == _seal(manifest["files"]):
+                    return manifest["files"]
+            except (ValueError, LookupError, TypeError) as error:
+                log.warning("%s is damaged (%s): an older one counts", name, error)
+        raise FileNotFoundError(f"{self.root} has no {tree}")
+
+    def collect_garbage(self, *, older_than_s: float = 24 * 3600) -> int:
+        """Remove the blobs that no manifest names, unless somebody may yet name them; how many there were."""
+        names = [name for name in self.files.find(self.root) if name.endswith(".json")]
+        trees = {name.rpartition("/")[0].rpartition("/")[2] for name in names}
+        held = {entry["sha256"] for tree in trees for entry in self.newest(tree).values()}
+        before = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        blobs = [name for name in self.files.find(f"{self.root}/blobs") if name.rpartition("/")[2] not in held]
+        old = [name for name in blobs if self.files.modified(name) < before]
+        for name in old:
+            self.files.rm_file(name)
+        self._sizes = None
+        return len(old)
+
+    def _manifests(self, tree: str) -> list[str]:
+        self.files.invalidate_cache()
+        return sorted(name for name in self.files.find(f"{self.root}/{tree}") if name.endswith(".json"))
+
+    def _entry(self, file: Path) -> dict[str, Any]:
+        stat = file.stat()
+        stamp = stat.st_mtime_ns, stat.st_size
+        if file not in self._digests or self._digests[file][0] != stamp:
+            self._digests[file] = stamp, _found(file)
+        return self._digests[file][1]
+
+    def _has(self, entry: dict[str, Any]) -> bool:
+        return self._sizes is not None and self._sizes.get(entry["sha256"]) == entry["bytes"]
+
+    def _send(self, digest: str, file: Path) -> int:
+        self.files.put_file(str(file), f"{self.root}/blobs/{digest}")
+        size = file.stat().st_size
+        if self._sizes is not None:
+            self._sizes[digest] = size
+        return size
+
+    def _fetch(self, entry: dict[str, Any], file: Path) -> int | None:
+        """How many bytes came; None: they are not those that were sent, or are not there."""
+        if file.is_file() and _found(file) == entry:
+            return 0
+        file.parent.mkdir(parents=True, exist_ok=True)
+        staged = file.with_name(f"{STAGED}{new_id()}")
+        try:
+            self.files.get_file(f"{self.root}/blobs/{entry['sha256']}", str(staged))
+            if (found := _found(staged)) != entry:
+                raise OSError(f"it is {found}, not {entry}")
+            staged.rename(file)
+            return entry["bytes"]
+        except OSError as error:
+            log.warning("%s cannot be restored: %s", file, error)
+            staged.unlink(missing_ok=True)
+            return None
+
+
+class Protector:
+    """Keeps a mirror of a state directory: a second behind, in threads that nobody waits for.
+
+    The journal goes as a copy of the database and what was committed since, in the tree `state` together with all that
+    it names, so that a manifest is one moment of the whole. `caches`: other trees, for folders whose files only come.
+    """
+
+    def __init__(self, mirror: Mirror, root: Path, journal: Journal, caches: Mapping[str, Path]) -> None:
+        self.mirror, self.root, self.journal, self.caches = mirror, root, journal, caches
+        self.segments = root / SEGMENT_FOLDER
+        self.trouble, self.sent_bytes, self.protected_until = "", 0, 0.0
+        self._closing, self._base, self._number = threading.Event(), False, itertools.count()
+        self._epoch_file = root / "epoch"
+        shutil.rmtree(self.segments, ignore_errors=True)
+        self.segments.mkdir()
+
+        push = self.push_state
+        self.threads = [threading.Thread(target=self._repeat, args=(push, EVERY_S), name="mirror", daemon=True)]
+        for tree, folder in caches.items():
+            push = functools.partial(self.push_cache, tree, folder)
+            self.threads.append(threading.Thread(target=self._repeat, args=(push, CACHES_EVERY_S), daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def _repeat(self, push: Callable[[], None], every_s: float) -> None:
+        failed = False
+        while not self._closing.wait(AGAIN_S if failed else every_s):
+            failed = not self._tried(push)
+
+    def close(self, timeout_s: float) -> None:
+        """The last changes too, if that takes no longer."""
+        self._closing.set()
+        last = threading.Thread(target=self._finish, daemon=True)
+        last.start()
+        last.join(timeout_s)
+
+    def _finish(self) -> None:
+        self.threads[0].join()
+        self._tried(self.push_state)
+
+    def _tried(self, push: Callable[[], None]) -> bool:
+        try:
+            push()
+        except Exception as error:  # file systems raise whatever they like; nothing here may end a training run
+            said = f"{self.mirror.root} is behind: {type(error).__name__}: {error}"
+            if not self.trouble:
+                log.warning("%s; training goes on, unprotected", said)
+            self.trouble = said
+            return False
+        return True
+
+    def push_cache(self, tree: str, folder: Path) -> None:
+        settled = time.time() - SETTLED_S
+        files = {name: file for name, file in files_under(folder).items() if file.stat().st_mtime < settled}
+        if files:
+            self.sent_bytes += self.mirror.push(tree, files)
+
+    def _check_successor(self) -> None:
+        known = self._epoch_file.read_text() if self._epoch_file.exists() else ""
+        if (newest := self.mirror.newest_epoch("state")) not in ("", known, self.mirror.epoch):
+            remedy = "start from an empty state directory to restore it, or use another root"
+            raise RuntimeError(f"another server has written there ({newest}), which this one does not go on: {remedy}")
+
+    def push_state(self) -> None:
+        started = time.time()
+        self._check_successor()
+        before = self._files()
+        changes = self.journal.take()
+        grown = sum(file.stat().st_size for file in self.segments.glob("*.seg"))
+        again = changes is None or not self._base or grown > max(REBASE_BYTES, 2 * self.journal.live_bytes)
+        self._base = False  # if the disk is full now
+        if again:
+            for old in list(self.segments.iterdir()):
+                old.unlink()
+            self.journal.copy(self.segments / "base.sqlite")  # it may hold some of what the next segments do, too
+        elif changes:
+            (self.segments / f"{next(self._number):09d}.seg").write_bytes(pack_changes(changes))
+        self._base = True
+        with contextlib.suppress(FileNotFoundError):  # something was removed meanwhile: the next second knows
+            self.sent_bytes += self.mirror.push("state", before | self._files())
+            self._epoch_file.write_text(self.mirror.epoch)
+            self.protected_until, self.trouble = started, ""
+
+    def _files(self) -> dict[str, Path]:
+        whole = {name: file for name, file in files_under(self.root / "objects").items() if not name.startswith(STAGED)}
+        objects = {f"objects/{name}": file for name, file in whole.items()}
+        runs = {f"runs/{name}": file for name, file in files_under(self.root / "runs").items()}
+        return objects | runs | {f"{SEGMENT_FOLDER}/{name}": file for name, file in files_under(self.segments).items()}
+
+
+def files_under(folder: Path) -> dict[str, Path]:
+    """By relative path; not the notes of when a compiled program was last read."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not file.name.endswith("-atime")]
+    return {str(file.relative_to(folder)): file for file in files}
+
+
+def seal_folder(folder: Path) -> None:
+    """Note what each of its files is."""
+    entries = {name: _found(file) for name, file in files_under(folder).items() if file.name != SEAL}
+    (folder / f"{SEAL}.tmp").write_text(json.dumps({"sha256": _seal(entries), "files": entries}))
+    os.replace(folder / f"{SEAL}.tmp", folder / SEAL)
+
+
+def check_folder(folder: Path) -> int:
+    """Remove each file that is not what `seal_folder` noted; how many there were. They are made, or fetched, again."""
+    try:
+        sealed = json.loads((folder / SEAL).read_bytes())
+        entries = sealed["files"] if sealed["sha256"] == _seal(sealed["files"]) else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        entries = {}
+    bad = [
+        file for name, file in files_under(folder).items() if file.name != SEAL and entries.get(name) != _found(file)
+    ]
+    for file in bad:
+        file.unlink()
+    return len(bad)
+
+
+SEAL = ".sealed.json"
+
+
+def restore_state(mirror: Mirror, root: Path) -> None:
+    """What a lost machine had, in an empty state directory. FileNotFoundError: nobody had anything; RuntimeError: not
+    enough of it is whole.
+    """
+    epoch, segments = mirror.newest_epoch("state"), root / SEGMENT_FOLDER
+    missing = set(mirror.pull("state", root))
+    if f"{SEGMENT_FOLDER}/base.sqlite" in missing:
+        raise RuntimeError(f"{mirror.root}: the journal's copy is damaged; move the root away to begin anew")
+    database = sqlite3.connect(segments / "base.sqlite", isolation_level=None)
+    try:
+        for segment in sorted(name for name in mirror.newest("state") if name.endswith(".seg")):
+            if segment in missing:
+                log.warning("what came after %s is lost", segment)
+                break
+            apply_changes(database, unpack_changes((root / segment).read_bytes()))
+    finally:
+        database.close()
+    (segments / "base.sqlite").rename(root / "journal.sqlite")
+    shutil.rmtree(segments)
+    (root / "epoch").write_text(epoch)
+
+
+def pack_changes(changes: list[Change]) -> bytes:
+    plain = lambda change: (
+        [change.kind, change.owner, change.seq, change.body] if isinstance(change, Record) else change
+    )
+    return msgpack.packb([[number, plain(change)] for change, number in changes]) or b""
+
+
+def unpack_changes(packed: bytes) -> list[Change]:
+    return [(Record(*change) if number else tuple(change), number) for number, change in msgpack.unpackb(packed)]
+
+
+SEGMENT_FOLDER = "segments"
+EVERY_S, CACHES_EVERY_S, AGAIN_S = 1.0, 5.0, 10.0  # between two looks; after one that failed
+SETTLED_S = 2.0  # a file that changed later may still be written
+REBASE_BYTES = 16 << 20  # of segments, then the journal is copied again
+TRANSFERS = 8  # at a time
+KEPT_MANIFESTS = 2  # the newest may be torn
 
 
 # ---- files

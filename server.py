@@ -42,6 +42,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 import numpy as np
 import pydantic
@@ -73,6 +74,7 @@ KEEP_ALIVE_S = 60  # httpx drops an idle connection after 5 s; if the server doe
 REPEATED = {"create_model", "load_weights", "optim_step", "forward_backward"}  # what changes an adapter
 STATE_EVERY_S = 20.0  # of computing that a restart would have to do again
 STATE_EVERY_BYTES = 64 << 20  # of requests that the journal keeps for it
+FLUSH_S = 15.0  # at most, for what a mirror lacks when the server ends: a preempted machine has 30
 SHARED_TILES = 32  # worth of tokens, at most, that waiting forward_backwards of a model put into one call
 API = "/api/v1"
 
@@ -88,6 +90,8 @@ class ServerConfig:
     port: int = 8000  # 0 takes a free one
     api_key: str | None = None  # clients send it as TINKER_API_KEY; unset: $TINKER_SERVER_API_KEY, or none is checked
     state_dir: Path = Path("state")  # checkpoints, compiled programs and the demo model live here
+    mirror: str | None = None  # gs://bucket/run, or a path: what another machine goes on from if this one is lost
+    metadata: str | None = None  # address that tells of a preemption; unset: Google Cloud's, on its machines
     journal_mb: int = 8192  # of requests and results on the disk, beyond which a client is told to come back later
     max_body_mb: int = 16  # larger requests are refused with 413; the SDK sends at most 5 MB and one datum
 
@@ -253,6 +257,7 @@ class Service:
         self.samplers: dict[str, SamplingSession] = {}
         self.opening: dict[str, asyncio.Task] = {}  # of a sampler's id: what makes it
         self.background: set[asyncio.Task] = set()
+        self.protector: cache.Protector | None = None
         self.closing: asyncio.Future  # made in the loop that it belongs to, see `application`
         self.secret = secrets.token_bytes(32)  # signs download links
         self.records = journal.records()  # what a process before this one has left, until `recover` takes it
@@ -919,6 +924,17 @@ async def resume(service: Service, run: Run) -> None:
 # ---- what the client and the CLI may look at
 
 
+def healthz(service: Service, _: Request) -> dict:
+    """It serves; and what of its state a crash, or the loss of this machine, would take."""
+    mirror = service.protector
+    said = [
+        service.journal.trouble,
+        mirror.trouble if mirror is not None else "no --mirror: this machine's disk is all",
+    ]
+    behind = {"mirror_behind_s": round(time.time() - mirror.protected_until, 1)} if mirror is not None else {}
+    return {"status": "ok", "unprotected": [each for each in said if each]} | behind
+
+
 def get_server_capabilities(service: Service, _: Request) -> dict:
     model = {"model_name": service.model.name, "max_context_length": service.trainer.row_len}
     return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
@@ -1041,7 +1057,7 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Any], Any], type], ...] = (
     ("POST", "retrieve_future", Service.retrieve_future, types.FutureRetrieveRequest),
     ("POST", "retrieve_futures", Service.retrieve_futures, types.FuturesRetrieveRequest),
     ("POST", "cancel_future", Service.cancel_future, types.FutureRetrieveRequest),
-    ("GET", "healthz", lambda *_: {"status": "ok"}, Request),
+    ("GET", "healthz", healthz, Request),
     ("GET", "get_server_capabilities", get_server_capabilities, Request),
     ("GET", "samplers/{sampler}", get_sampler, Request),
     ("GET", "sessions", lambda s, r: page(r, "sessions", list(reversed(s.sessions))), Request),
@@ -1189,10 +1205,16 @@ def build(config: ServerConfig, store: cache.Store, journal: cache.Journal) -> S
     model = trainer.model  # as the step wants it laid out
     sampler = fleet if fleet is not None else EmbeddedEngine(model, config.sampler)
     sampler.warm_up()
+    for name in CACHES:
+        if (store.root / name).is_dir():
+            cache.seal_folder(store.root / name)
     adapters = f"{config.trainer.max_adapters} adapters of rank <= {config.model.max_rank}"
     slots = f"{config.sampler.slots} slots of {config.sampler.context} tokens"
     log.info("%s: tiles of %d x %d tokens, %s; sampler: %s", model.name, trainer.rows, trainer.row_len, adapters, slots)
     return Service(config, store, journal, trainer, sampler)
+
+
+CACHES = "xla", "models", "vllm/xla"  # folders of the state directory whose loss costs time alone
 
 
 def main(config: ServerConfig) -> None:
@@ -1200,9 +1222,17 @@ def main(config: ServerConfig) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request in flight is two open files
     config.state_dir.mkdir(parents=True, exist_ok=True)
+    mirror = cache.Mirror(config.mirror) if config.mirror is not None else None
     store = cache.Store(config.state_dir)
-    journal = cache.Journal(config.state_dir, most_bytes=config.journal_mb << 20)
+    if mirror is not None:
+        restore(mirror, store)
+    for name in CACHES:
+        if bad := cache.check_folder(store.root / name):
+            log.warning("%s: %d files are damaged or new, and will be made again", store.root / name, bad)
+    journal = cache.Journal(store.root, most_bytes=config.journal_mb << 20)
     service = build(config, store, journal)
+    if mirror is not None:
+        service.protector = cache.Protector(mirror, store.root, journal, {name: store.root / name for name in CACHES})
     url, key = f"http://{config.host}:{sock.getsockname()[1]}", "<yours>" if config.api_key else "tml-any"
     log.info("ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s", time.monotonic() - started, url, key)
     options = uvicorn.Config(application(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="on")
@@ -1210,14 +1240,48 @@ def main(config: ServerConfig) -> None:
     gc.collect()
     gc.freeze()  # 700,000 objects of start-up: a full collection over them holds a heartbeat for 400 ms
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises either again when it has shut down
+    threading.Thread(target=watch_for_preemption, args=(config.metadata,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         Server(options, service).run(sockets=[sock])
     journal.close()  # first: what the engine gives up now is asked for again after the next start
+    if service.protector is not None:
+        service.protector.close(FLUSH_S)
     service.sampler.close()
     store.close()
     log.info("stopped")
     sys.stderr.flush()
     os._exit(0)  # a tile may still be computing on the device thread; nobody waits for it any more
+
+
+def restore(mirror: cache.Mirror, store: cache.Store) -> None:
+    """What this directory lacks of what the mirror has; training can begin without."""
+    try:
+        if not (store.root / "journal.sqlite").exists():
+            cache.restore_state(mirror, store.root)
+            store.remove_garbage()
+    except FileNotFoundError:
+        log.info("%s has no state yet", mirror.root)
+    except OSError as error:
+        log.warning("%s cannot be read (%s): beginning without what it may hold", mirror.root, error)
+    for name in CACHES:
+        if not (store.root / name).exists():
+            with contextlib.suppress(OSError):
+                mirror.pull(name, store.root / name)
+
+
+def watch_for_preemption(address: str | None) -> None:
+    """End as on SIGTERM when the machine is about to be taken away: Google Cloud says so 30 s before."""
+    board = Path("/sys/class/dmi/id/product_name")
+    if address is None and not (board.is_file() and board.read_text().startswith("Google")):
+        return
+    address = address if address is not None else "http://metadata.google.internal"
+    url = f"{address}/computeMetadata/v1/instance/preempted"
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, headers={"Metadata-Flavor": "Google"}, timeout=5).text.strip() == "TRUE":
+                log.warning("this machine is about to be preempted")
+                return os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
 
 
 if __name__ == "__main__":
