@@ -204,6 +204,10 @@ class SamplingSession:
     completed: asyncio.Future = dataclasses.field(default_factory=asyncio.Future)  # the next of them; then replaced
 
 
+def now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
 def find[T](table: dict[str, T], key: str, what: str) -> T:
     if key not in table:
         kept = f"results are kept for {KEEP_RESULTS_S / 3600:.0f} h; only checkpoints survive a restart"
@@ -293,7 +297,7 @@ class Service:
                 raise Gone(f"seq_id {seq_id} of {run.model_id} was executed and its result is no longer kept")
             promise = run.requests[seq_id] = self.promise(run.model_id, seq_id, body, verb)
             run.pending[seq_id] = (promise, verb, body)
-            run.info["last_request_time"], run.session.last_seen = datetime.now(UTC).isoformat(), time.monotonic()
+            run.info["last_request_time"], run.session.last_seen = now(), time.monotonic()
             if run.worker is None or run.worker.done():
                 run.worker = self.spawn(self.drain(run))
         return {"request_id": run.requests[seq_id].request_id, "model_id": run.model_id}
@@ -428,7 +432,7 @@ class Service:
         model_id = cache.check_run_id(f"{session_id}:train:{model_seq_id}")  # the SDK derives the same id
         if model_id not in self.runs:
             metadata = {key: str(value) for key, value in (user_metadata or {}).items()}
-            info = {"base_model": self.model.name, "user_metadata": metadata}
+            info = {"base_model": self.model.name, "user_metadata": metadata, "last_request_time": now()}
             self.runs[model_id] = session.runs[model_id] = Run(model_id, session, info)
             self.note("run", model_id, [session_id, info])
         return self.runs[model_id]
