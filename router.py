@@ -447,6 +447,7 @@ class Router:
         self.index, self.block_tokens = Index(), 16
         self.models: list[dict] = []  # the base's cards, as the first replica to join listed them
         self.adapters: dict[str, str] = {}  # name -> path, on every ready replica
+        self.written: dict[str, int | None] = {}  # name -> when its folder was, at its load
         self.closed: set[str] = set()  # adapters that take no new requests: their last are awaited
         self.modes: dict[str, str] = {}  # "/pause", "/sleep" while in force -> its query
         self.tried_modes: set[str] = set()  # those that a replica may be in without our knowing
@@ -772,18 +773,21 @@ class Router:
     @to_the_end
     async def load_lora(self, name: str, path: str) -> None:
         """`name` is served from now on, or (Refusal 504) nowhere. Under the same path again: nothing to do.
-        ValueError: a bad name, or in use with another path, since KV caches are keyed by it.
+        ValueError: a bad name, or in use with another path or other weights, since KV caches are keyed by it.
         """
         await self.some_replica()
         if not NAME.fullmatch(name) or name in _names(self.models):
             raise ValueError(f"lora_name {name!r}: 1 to 128 of A-Z a-z 0-9 . _ -, no leading dot, not the base's name")
+        written = await asyncio.to_thread(last_written, path)
         async with self.control:
             if self.adapters.get(name, path) != path or name in self.closed:
                 raise ValueError(f"{name} has already been loaded from {self.adapters[name]}: choose another name")
+            if (before := self.written.get(name)) and written and before != written:  # another run has begun, at v1
+                raise ValueError(f"{name} has already been loaded, and {path} was written anew: unload it first")
             if name not in self.adapters:
                 unload = functools.partial(self._unload_one, name)
                 await self._everywhere(f"loading {name}", functools.partial(self._load_one, name, path), unload)
-                self.adapters[name] = path
+                self.adapters[name], self.written[name] = path, written
                 self.generation += 1
 
     async def _load_one(self, name: str, path: str, replica: Replica, *, patient: bool = True) -> str | None:
@@ -821,6 +825,7 @@ class Router:
             async with self.control:
                 await self._everywhere(f"unloading {name}", functools.partial(self._unload_one, name))
                 del self.adapters[name]
+                self.written.pop(name, None)
                 self.index.forget(name)
                 self.generation += 1
         except TimeoutError:
@@ -888,6 +893,12 @@ class Router:
 
 def _names(cards: list[dict]) -> list[str]:
     return [card["id"] for card in cards]
+
+
+def last_written(folder: str) -> int | None:
+    """In ns. None: it cannot be seen from here; the replicas may have mounts of their own."""
+    with contextlib.suppress(OSError):
+        return max((entry.stat().st_mtime_ns for entry in os.scandir(folder)), default=None)
 
 
 # ---- over HTTP

@@ -665,6 +665,20 @@ async def test_a_load_is_everywhere_and_again_is_nothing_to_do():
         assert (await f.client.get("/router/stats")).json()["generation"] == 1
 
 
+async def test_a_name_whose_folder_was_written_anew_is_refused_until_it_is_unloaded(tmp_path):
+    """TRL's second run begins at v1 again, in the folders of the first: those versions must not pass for its own."""
+    (tmp_path / "weights").write_text("of the first run")
+    async with fleet(Stub(), Stub()) as f:
+        for _ in range(2):
+            assert (await load(f, "v1", str(tmp_path))).status_code == 200
+        (tmp_path / "weights").unlink()
+        (tmp_path / "weights").write_text("of the second")
+        answer = await load(f, "v1", str(tmp_path))
+        assert answer.status_code == 400 and "written anew: unload it first" in answer.text
+        await unload(f, "v1")
+        assert (await load(f, "v1", str(tmp_path))).status_code == 200
+
+
 async def test_a_name_that_a_replica_has_already_counts_if_its_path_is_the_same():
     stubs = Stub(), Stub()
     async with fleet(*stubs, probe_every_s=1e6) as f:
@@ -870,6 +884,44 @@ async def test_many_replicas_look_like_one_server():
             assert models.status_code == 200 and models.json()["data"][0]["id"] == "base"
             assert (await f.client.get("/server_info?config_format=json")).status_code == 200
         assert (await f.client.get("/health")).status_code == 200  # every live replica is ready
+
+
+async def test_a_policy_is_swapped_as_trls_trainer_does_it_while_requests_run():
+    """The calls of AsyncGRPOTrainer 1.16 in their order, and what it reads from the answers (test_trl.py runs it)."""
+    stubs = Stub(token_s=0.01), Stub(token_s=0.01)
+    ask = dict(model="trl-policy-v1", n=1, logprobs=0, return_token_ids=True, seed=2**63 - 1)
+    async with fleet(*stubs) as f:
+        assert (await load(f, "trl-policy-v1")).status_code == 200
+        base, *_ = (await f.client.get("/v1/models")).json()["data"]
+        assert base["id"] == "base" and base["max_model_len"] == 4096
+        early = asyncio.create_task(complete(f, [1, 2, 3], **ask))
+        await until(lambda: any(stub.running for stub in stubs))
+        assert (await f.client.post("/pause?mode=keep")).status_code == 200
+        late = asyncio.create_task(complete(f, [1, 2, 3], **ask))  # it samples on, and waits
+        assert (await load(f, "trl-policy-v2")).status_code == 200
+        assert not early.done() and not late.done()
+        assert (await f.client.post("/resume")).status_code == 200
+        for answer in (await early, await late, await complete(f, [1, 2, 3], **ask)):  # it has not heard of v2 yet
+            (choice,) = answer.json()["choices"]
+            assert answer.status_code == 200 and len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+            assert choice["token_ids"][0] == (6 + 2**63 - 1) % 40_000 + 256  # the seed came whole
+        assert (await unload(f, "trl-policy-v1")).status_code == 200
+        assert (await complete(f, [1, 2, 3], **ask)).status_code == 404
+        load_, unload_ = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+        swap = [load_, "/pause?mode=keep", load_, "/resume", unload_]
+        for stub in stubs:
+            assert [call for call in stub.control if "completions" not in call] == swap
+            assert list(stub.adapters) == ["trl-policy-v2"]
+
+
+async def test_a_replica_that_does_not_load_adapters_is_no_missing_endpoint():
+    """TRL reads a 404 as that, and ends."""
+    stubs = Stub(), Stub()
+    stubs[1].answers["/v1/load_lora_adapter"] = [(404, "Not Found")]
+    async with fleet(*stubs) as f:
+        answer = await load(f, "trl-policy-v1")
+        assert answer.status_code == 504 and "Not Found" in answer.text and not stubs[0].adapters
+        assert (await f.client.post("/v1/unload_lora_adapter", json={"lora_name": "trl-policy-v0"})).status_code == 404
 
 
 async def test_it_is_not_healthy_before_every_replica_is_there():
