@@ -566,6 +566,13 @@ def _record_digest(number: int, record: Record) -> bytes:
 
 # ---- the mirror
 
+SEGMENT_FOLDER = "segments"
+EVERY_S, CACHES_EVERY_S, AGAIN_S = 1.0, 5.0, 10.0  # between two looks; after one that failed
+SETTLED_S = 2.0  # a file that changed later may still be written
+REBASE_BYTES = 16 << 20  # of segments, then the journal is copied again
+TRANSFERS = 8  # at a time
+KEPT_MANIFESTS = 2  # the newest may be torn
+
 
 class Mirror:
     """Copies of folders under an fsspec root (gs://bucket/run, or a path): what a new machine begins with.
@@ -625,19 +632,23 @@ class Mirror:
     def newest(self, tree: str) -> dict[str, dict[str, Any]]:
         """Its files: relative path -> {"bytes", "sha256"}."""
         for name in reversed(self._manifests(tree)):
-            try:
-                manifest = json.loads(self.files.cat_file(name))
-                if manifest["sha256"] == _seal(manifest["files"]):
-                    return manifest["files"]
-            except (ValueError, LookupError, TypeError) as error:
-                log.warning("%s is damaged (%s): an older one counts", name, error)
+            if (entries := self._read(name)) is not None:
+                return entries
         raise FileNotFoundError(f"{self.root} has no {tree}")
+
+    def _read(self, name: str) -> dict[str, dict[str, Any]] | None:
+        try:
+            manifest = json.loads(self.files.cat_file(name))
+            if manifest["sha256"] == _seal(manifest["files"]):
+                return manifest["files"]
+        except (ValueError, LookupError, TypeError):
+            pass
+        log.warning("%s is damaged: an older one counts", name)
 
     def collect_garbage(self, *, older_than_s: float = 24 * 3600) -> int:
         """Remove the blobs that no manifest names, unless somebody may yet name them; how many there were."""
-        names = [name for name in self.files.find(self.root) if name.endswith(".json")]
-        trees = {name.rpartition("/")[0].rpartition("/")[2] for name in names}
-        held = {entry["sha256"] for tree in trees for entry in self.newest(tree).values()}
+        manifests = [name for name in self.files.find(self.root) if name.endswith(".json")]
+        held = {entry["sha256"] for name in manifests for entry in (self._read(name) or {}).values()}
         before = datetime.now(UTC) - timedelta(seconds=older_than_s)
         blobs = [name for name in self.files.find(f"{self.root}/blobs") if name.rpartition("/")[2] not in held]
         old = [name for name in blobs if self.files.modified(name) < before]
@@ -692,7 +703,9 @@ class Protector:
     it names, so that a manifest is one moment of the whole. `caches`: other trees, for folders whose files only come.
     """
 
-    def __init__(self, mirror: Mirror, root: Path, journal: Journal, caches: Mapping[str, Path]) -> None:
+    def __init__(
+        self, mirror: Mirror, root: Path, journal: Journal, caches: Mapping[str, Path], *, every_s: float = EVERY_S
+    ) -> None:
         self.mirror, self.root, self.journal, self.caches = mirror, root, journal, caches
         self.segments = root / SEGMENT_FOLDER
         self.trouble, self.sent_bytes, self.protected_until = "", 0, 0.0
@@ -702,7 +715,7 @@ class Protector:
         self.segments.mkdir()
 
         push = self.push_state
-        self.threads = [threading.Thread(target=self._repeat, args=(push, EVERY_S), name="mirror", daemon=True)]
+        self.threads = [threading.Thread(target=self._repeat, args=(push, every_s), name="mirror", daemon=True)]
         for tree, folder in caches.items():
             push = functools.partial(self.push_cache, tree, folder)
             self.threads.append(threading.Thread(target=self._repeat, args=(push, CACHES_EVERY_S), daemon=True))
@@ -837,14 +850,6 @@ def pack_changes(changes: list[Change]) -> bytes:
 
 def unpack_changes(packed: bytes) -> list[Change]:
     return [(Record(*change) if number else tuple(change), number) for number, change in msgpack.unpackb(packed)]
-
-
-SEGMENT_FOLDER = "segments"
-EVERY_S, CACHES_EVERY_S, AGAIN_S = 1.0, 5.0, 10.0  # between two looks; after one that failed
-SETTLED_S = 2.0  # a file that changed later may still be written
-REBASE_BYTES = 16 << 20  # of segments, then the journal is copied again
-TRANSFERS = 8  # at a time
-KEPT_MANIFESTS = 2  # the newest may be torn
 
 
 # ---- files

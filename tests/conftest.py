@@ -113,3 +113,37 @@ def server(serve, tmp_path_factory):
     """The server that most tests share."""
     with serve(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory):
+    """gs://run of a Cloud Storage emulator in a process of its own; a context that points $STORAGE_EMULATOR_HOST at it."""
+    import socket
+    import subprocess
+    import sys
+    import time
+
+    import httpx
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    emulator = Path(sys.executable).with_name("gcp-storage-emulator")
+    flags = ["start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--default-bucket=run"]
+    log = tmp_path_factory.mktemp("bucket") / "emulator.log"
+    with log.open("w") as out:
+        process = subprocess.Popen([emulator, *flags], stdout=out, stderr=out)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()
+            try:
+                if httpx.get(f"{address}/storage/v1/b/run").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        os.environ["STORAGE_EMULATOR_HOST"] = address
+        yield "gs://run"
+    finally:
+        os.environ.pop("STORAGE_EMULATOR_HOST", None)
+        process.kill()
+        process.wait()

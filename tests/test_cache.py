@@ -24,7 +24,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache import SEGMENTS, Checkpoint, Full, Journal, Record, Store, TinkerPath, check_name, new_id
+from cache import (
+    SEGMENTS,
+    Checkpoint,
+    Full,
+    Journal,
+    Mirror,
+    Protector,
+    Record,
+    Store,
+    TinkerPath,
+    check_folder,
+    check_name,
+    files_under,
+    new_id,
+    restore_state,
+    seal_folder,
+)
 
 RUN = "0123abcd:train:1"
 A = TinkerPath(RUN, "weights", "a")
@@ -396,6 +412,147 @@ def test_a_journal_larger_than_its_bound_takes_no_more(tmp_path: Path):
     journal.durable().result()
     journal.check_room()
     journal.close()
+
+
+# The mirror
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def root_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a mirror lies: a folder, or Cloud Storage as its emulator serves it."""
+    return str(tmp_path / "root") if request.param == "folder" else f"{request.getfixturevalue('bucket')}/{new_id()}"
+
+
+def tree(folder: Path, files: dict[str, bytes]) -> dict[str, Path]:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return {name: folder / name for name in files}
+
+
+def read_tree(folder: Path) -> dict[str, bytes]:
+    return {name: file.read_bytes() for name, file in files_under(folder).items()}
+
+
+def test_a_tree_comes_back_as_it_was_and_only_new_bytes_are_sent(root_url: str, tmp_path: Path):
+    files, mirror = {"a": b"1" * 1000, "deep/b": b"2" * 500, "deep/same": b"1" * 1000, "none": b""}, Mirror(root_url)
+    assert mirror.push("xla", tree(tmp_path / "here", files)) == 1500
+    assert mirror.push("xla", tree(tmp_path / "here", files | {"c": b"3"})) == 1
+    assert Mirror(root_url).push("models", tree(tmp_path / "here", files)) == 0  # another tree, another process
+    there = tmp_path / "there"
+    assert Mirror(root_url).pull("xla", there) == []
+    assert read_tree(there) == files | {"c": b"3"}
+    tree(there, {"a": b"damaged"})
+    assert Mirror(root_url).pull("xla", there) == [] and read_tree(there) == files | {"c": b"3"}
+    with pytest.raises(FileNotFoundError, match="no other"):
+        Mirror(root_url).pull("other", there)
+
+
+def test_what_is_torn_there_is_never_restored(root_url: str, tmp_path: Path):
+    mirror = Mirror(root_url)
+    mirror.push("xla", tree(tmp_path / "here", {"a": b"old", "b": b"kept"}))
+    mirror.push("xla", tree(tmp_path / "here", {"a": b"new", "b": b"kept"}))
+    entries = mirror.newest("xla")
+    mirror.files.pipe_file(f"{mirror.root}/blobs/{entries['a']['sha256']}", b"nev")
+    assert Mirror(root_url).pull("xla", tmp_path / "there") == ["a"]
+    assert read_tree(tmp_path / "there") == {"b": b"kept"}
+    newest = mirror._manifests("xla")[-1]
+    mirror.files.pipe_file(newest, mirror.files.cat_file(newest)[:-20])
+    assert Mirror(root_url).pull("xla", tmp_path / "older") == []
+    assert read_tree(tmp_path / "older") == {"a": b"old", "b": b"kept"}
+
+
+def test_an_older_writer_that_still_runs_does_not_put_itself_before_a_newer_one(root_url: str, tmp_path: Path):
+    older, newer = Mirror(root_url), Mirror(root_url)
+    newer.push("xla", tree(tmp_path / "here", {"a": b"newer"}))
+    older.push("xla", tree(tmp_path / "here", {"a": b"older"}))
+    Mirror(root_url).pull("xla", tmp_path / "there")
+    assert read_tree(tmp_path / "there") == {"a": b"newer"}
+
+
+def test_blobs_that_nothing_names_are_removed_when_they_are_old(root_url: str, tmp_path: Path):
+    mirror = Mirror(root_url)
+    for content in (b"1", b"2", b"3", b"4"):
+        mirror.push("xla", tree(tmp_path / "here", {"a": content}))
+    mirror.push("models", tree(tmp_path / "here", {"m": b"5"}))
+    assert mirror.collect_garbage() == 0
+    assert mirror.collect_garbage(older_than_s=0) == 2  # the newest two manifests are kept
+    assert Mirror(root_url).pull("xla", tmp_path / "there") == []
+
+
+class Protected:
+    """A state directory in use, and a mirror that follows when it is told to."""
+
+    def __init__(self, root: Path, url: str):
+        self.store, self.journal = Store(root), Journal(root)
+        self.protector = Protector(Mirror(url), root, self.journal, {}, every_s=1e9)
+
+    def close(self) -> None:
+        self.journal.close()
+        self.protector.close(60)
+        self.store.close()
+
+
+def test_a_lost_machines_state_is_restored_as_it_was_at_one_moment(root_url: str, tmp_path: Path):
+    lost = Protected(tmp_path / "lost", root_url)
+    lost.store.put_run(RUN, {"lora_rank": 8})
+    for step in range(3):
+        lost.store.write(B, NEW, meta={"step": step}, overwrite=True)
+        lost.journal.add("state", RUN, step, b"x" * 100)
+        lost.journal.drop("state", RUN, below=step)
+        lost.journal.durable().result()
+        lost.protector.push_state()
+    lost.journal.add("state", RUN, 99)  # after the last second
+    records = lost.journal.records()
+    assert lost.protector.trouble == "" and len(list((tmp_path / "lost" / "segments").iterdir())) == 3
+    restore_state(Mirror(root_url), tmp_path / "found")
+    journal = Journal(tmp_path / "found")
+    assert journal.records() == [record for record in records if record.seq == 2]
+    journal.close()
+    with Store(tmp_path / "found") as store:
+        assert contents(store.open(B)) == NEW and store.open(B).meta == {"step": 2} and len(objects(store)) == 1
+    lost.close()
+
+
+def test_a_server_that_was_replaced_stops_writing(root_url: str, tmp_path: Path):
+    old = Protected(tmp_path / "old", root_url)
+    old.protector.push_state()
+    restore_state(Mirror(root_url), tmp_path / "new")
+    new = Protected(tmp_path / "new", root_url)
+    new.protector.push_state()
+    with pytest.raises(RuntimeError, match="another server"):
+        old.protector.push_state()
+    new.protector.push_state()
+    for each in (old, new):
+        each.close()
+
+
+def test_an_unreachable_mirror_is_said_and_caught_up_with(tmp_path: Path):
+    (tmp_path / "root").write_text("not a folder")
+    server = Protected(tmp_path / "here", str(tmp_path / "root"))
+    for seq in range(3):
+        server.journal.add("payload", "a", seq)
+        server.journal.durable().result()
+        assert not server.protector._tried(server.protector.push_state)
+    assert "is behind" in server.protector.trouble
+    (tmp_path / "root").unlink()
+    assert server.protector._tried(server.protector.push_state) and server.protector.trouble == ""
+    restore_state(Mirror(str(tmp_path / "root")), tmp_path / "there")
+    journal = Journal(tmp_path / "there")
+    assert [record.seq for record in journal.records()] == [0, 1, 2]
+    journal.close()
+    server.close()
+
+
+def test_a_cached_file_that_is_not_as_it_was_sealed_is_removed(tmp_path: Path):
+    tree(tmp_path, {"a": b"1", "b": b"2", "c/d": b"3"})
+    seal_folder(tmp_path)
+    assert check_folder(tmp_path) == 0
+    tree(tmp_path, {"b": b"3", "new": b"4"})
+    assert check_folder(tmp_path) == 2 and {"a", "c/d", ".sealed.json"} == set(files_under(tmp_path))
+    (tmp_path / ".sealed.json").write_text("{}")
+    assert check_folder(tmp_path) == 2
+    assert check_folder(tmp_path / "nowhere") == 0
 
 
 # Time to live
