@@ -568,6 +568,7 @@ def _record_digest(number: int, record: Record) -> bytes:
 
 SEGMENT_FOLDER = "segments"
 EVERY_S, CACHES_EVERY_S, AGAIN_S = 1.0, 5.0, 10.0  # between two looks; after one that failed
+GARBAGE_S = 3600.0  # between two collections, and as old must a blob be that nothing names
 SETTLED_S = 2.0  # a file that changed later may still be written
 REBASE_BYTES = 16 << 20  # of segments, then the journal is copied again
 TRANSFERS = 8  # at a time
@@ -719,10 +720,12 @@ class Protector:
         for tree, folder in caches.items():
             push = functools.partial(self.push_cache, tree, folder)
             self.threads.append(threading.Thread(target=self._repeat, args=(push, CACHES_EVERY_S), daemon=True))
+        collect = functools.partial(mirror.collect_garbage, older_than_s=GARBAGE_S)
+        self.threads.append(threading.Thread(target=self._repeat, args=(collect, GARBAGE_S), daemon=True))
         for thread in self.threads:
             thread.start()
 
-    def _repeat(self, push: Callable[[], None], every_s: float) -> None:
+    def _repeat(self, push: Callable[[], object], every_s: float) -> None:
         failed = False
         while not self._closing.wait(AGAIN_S if failed else every_s):
             failed = not self._tried(push)
@@ -738,7 +741,7 @@ class Protector:
         self.threads[0].join()
         self._tried(self.push_state)
 
-    def _tried(self, push: Callable[[], None]) -> bool:
+    def _tried(self, push: Callable[[], object]) -> bool:
         try:
             push()
         except Exception as error:  # file systems raise whatever they like; nothing here may end a training run

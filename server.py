@@ -30,6 +30,7 @@ import math
 import os
 import resource
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -1209,16 +1210,23 @@ def build(config: ServerConfig, store: cache.Store, journal: cache.Journal) -> S
     model = trainer.model  # as the step wants it laid out
     sampler = fleet if fleet is not None else EmbeddedEngine(model, config.sampler)
     sampler.warm_up()
-    for name in CACHES:
-        if (store.root / name).is_dir():
-            cache.seal_folder(store.root / name)
+    for folder in cache_folders(config).values():
+        if folder.is_dir():
+            cache.seal_folder(folder)
     adapters = f"{config.trainer.max_adapters} adapters of rank <= {config.model.max_rank}"
     slots = f"{config.sampler.slots} slots of {config.sampler.context} tokens"
     log.info("%s: tiles of %d x %d tokens, %s; sampler: %s", model.name, trainer.rows, trainer.row_len, adapters, slots)
     return Service(config, store, journal, trainer, sampler)
 
 
-CACHES = "xla", "models", "vllm/xla"  # folders of the state directory whose loss costs time alone
+def cache_folders(config: ServerConfig) -> dict[str, Path]:
+    """Folders whose loss costs time alone: compiled programs, the demo model, weights from a hub."""
+    folders = {name: config.state_dir / name for name in ("xla", "vllm/xla", "models")}
+    if "/" in config.model.model and not Path(config.model.model).exists():
+        from huggingface_hub import constants
+
+        folders["hf"] = Path(constants.HF_HUB_CACHE) / f"models--{config.model.model.replace('/', '--')}"
+    return folders
 
 
 def main(config: ServerConfig) -> None:
@@ -1228,15 +1236,18 @@ def main(config: ServerConfig) -> None:
     config.state_dir.mkdir(parents=True, exist_ok=True)
     mirror = cache.Mirror(config.mirror) if config.mirror is not None else None
     store = cache.Store(config.state_dir)
+    folders = cache_folders(config)
     if mirror is not None:
-        restore(mirror, store)
-    for name in CACHES:
-        if bad := cache.check_folder(store.root / name):
-            log.warning("%s: %d files are damaged or new, and will be made again", store.root / name, bad)
+        restore(mirror, store, folders)
+    for folder in folders.values():
+        if bad := cache.check_folder(folder):
+            log.warning("%s: %d files are damaged or new, and will be made again", folder, bad)
+            if folder.name == "models":  # it is all there, or written anew
+                shutil.rmtree(folder)
     journal = cache.Journal(store.root, most_bytes=config.journal_mb << 20)
     service = build(config, store, journal)
     if mirror is not None:
-        service.protector = cache.Protector(mirror, store.root, journal, {name: store.root / name for name in CACHES})
+        service.protector = cache.Protector(mirror, store.root, journal, folders)
     url, key = f"http://{config.host}:{sock.getsockname()[1]}", "<yours>" if config.api_key else "tml-any"
     log.info("ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s", time.monotonic() - started, url, key)
     options = uvicorn.Config(application(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="on")
@@ -1257,7 +1268,7 @@ def main(config: ServerConfig) -> None:
     os._exit(0)  # a tile may still be computing on the device thread; nobody waits for it any more
 
 
-def restore(mirror: cache.Mirror, store: cache.Store) -> None:
+def restore(mirror: cache.Mirror, store: cache.Store, folders: dict[str, Path]) -> None:
     """What this directory lacks of what the mirror has; training can begin without."""
     try:
         if not (store.root / "journal.sqlite").exists():
@@ -1267,10 +1278,10 @@ def restore(mirror: cache.Mirror, store: cache.Store) -> None:
         log.info("%s has no state yet", mirror.root)
     except OSError as error:
         log.warning("%s cannot be read (%s): beginning without what it may hold", mirror.root, error)
-    for name in CACHES:
-        if not (store.root / name).exists():
+    for name, folder in folders.items():
+        if not folder.exists():
             with contextlib.suppress(OSError):
-                mirror.pull(name, store.root / name)
+                mirror.pull(name, folder)
 
 
 def watch_for_preemption(address: str | None) -> None:
