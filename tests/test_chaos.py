@@ -1,6 +1,7 @@
 """A server that is killed again and again, and a client that must not notice more than a wait."""
 
 import contextlib
+import http.server
 import os
 import random
 import re
@@ -10,9 +11,11 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +24,17 @@ from cache import Store
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 KILLS = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left_behind():
+    yield
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+started: list[subprocess.Popen] = []
 
 
 class Killable:
@@ -38,6 +52,7 @@ class Killable:
         command = [sys.executable, "server.py", f"--port={self.port}", f"--state-dir={self.state_dir}", *self.flags]
         with self.log.open("a") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=out, stderr=out)
+        started.append(self.process)
 
     def said(self) -> str:
         return self.log.read_text()[self.begin :]
@@ -51,11 +66,10 @@ class Killable:
         self.process.kill()
         self.process.wait()
 
-    def answers(self) -> int:
-        """How many the journal has, without stopping it."""
+    def answered(self) -> set[str]:
+        """The request ids that have an answer in the journal, which goes on meanwhile."""
         with contextlib.closing(sqlite3.connect(f"file:{self.state_dir}/journal.sqlite?mode=ro", uri=True)) as database:
-            ((count,),) = database.execute("SELECT count(*) FROM records WHERE kind = 'answer'")
-            return count
+            return {owner for (owner,) in database.execute("SELECT owner FROM records WHERE kind = 'answer'")}
 
     def waiting(self) -> set[str]:
         """The verbs that were accepted and not answered, in a copy of what a killed one has left."""
@@ -75,7 +89,8 @@ class Killable:
 
 def client(server: Killable, file: Path) -> subprocess.Popen:
     command = [sys.executable, ROOT / "tests" / "chaos_client.py", server.url, file]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return started[-1]
 
 
 def final(state_dir: Path) -> bytes:
@@ -85,17 +100,23 @@ def final(state_dir: Path) -> bytes:
         return (store.open(saved.path).folder / "adapter.safetensors").read_bytes()
 
 
-def test_a_run_whose_server_is_killed_twenty_times_ends_as_the_undisturbed_one_bit_for_bit(tmp_path):
-    calm, hunted = Killable(tmp_path / "calm"), Killable(tmp_path / "hunted")
-    calm.start()
-    calm.wait("ready in")
-    undisturbed = client(calm, tmp_path / "calm.json")
-    output, _ = undisturbed.communicate(timeout=500)
-    assert undisturbed.returncode == 0, output
-    calm.process.send_signal(signal.SIGINT)
-    calm.process.wait()
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory) -> tuple[str, bytes]:
+    """What the client gets from a server that nobody disturbs, and the adapter at the end."""
+    folder = tmp_path_factory.mktemp("calm")
+    server = Killable(folder / "calm")
+    server.start()
+    server.wait("ready in")
+    running = client(server, folder / "calm.json")
+    output, _ = running.communicate(timeout=500)
+    assert running.returncode == 0, output
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait() == 0
+    return (folder / "calm.json").read_text(), final(folder / "calm")
 
-    dice, phases = random.Random(0), Counter()
+
+def test_a_run_whose_server_is_killed_twenty_times_ends_as_the_undisturbed_one_bit_for_bit(tmp_path, calm):
+    hunted, dice, phases = Killable(tmp_path / "hunted"), random.Random(0), Counter()
     hunted.start()
     hunted.wait("ready in")
     running = client(hunted, tmp_path / "hunted.json")
@@ -103,8 +124,8 @@ def test_a_run_whose_server_is_killed_twenty_times_ends_as_the_undisturbed_one_b
         if kill % 5 == 4:  # while it goes on where the last one was
             time.sleep(dice.uniform(0, 0.3))
         else:
-            before = hunted.answers()
-            while hunted.answers() == before and running.poll() is None:
+            before = len(hunted.answered())
+            while len(hunted.answered()) == before and running.poll() is None:
                 time.sleep(0.005)
             time.sleep(dice.uniform(0, 1.5))
         assert running.poll() is None, f"over before kill {kill}: {running.communicate()[0]}"
@@ -118,7 +139,55 @@ def test_a_run_whose_server_is_killed_twenty_times_ends_as_the_undisturbed_one_b
     assert hunted.process.wait() == 0
     print(f"{KILLS} kills, while these were not answered: {dict(phases)}")
 
-    assert (tmp_path / "hunted.json").read_text() == (tmp_path / "calm.json").read_text()
-    assert final(tmp_path / "hunted") == final(tmp_path / "calm")
+    assert ((tmp_path / "hunted.json").read_text(), final(tmp_path / "hunted")) == calm
     assert {"forward_backward", "asample"} <= phases.keys() and len(phases) >= 3, phases
     assert not re.search("Traceback|ERROR", hunted.log.read_text()), hunted.log.read_text()
+
+
+def test_another_machine_goes_on_from_the_mirror_alone(tmp_path, bucket, calm):
+    """The first one is told that it will be preempted; the second has an empty disk, and the first one's address."""
+    with preemption() as notice:
+        mirror = f"--mirror={bucket}/two-machines"
+        lost = Killable(tmp_path / "lost", mirror, f"--metadata={notice.url}")
+        lost.start()
+        lost.wait("ready in")
+        running = client(lost, tmp_path / "moved.json")
+        while len(lost.answered()) < 60:
+            time.sleep(0.05)
+        assert running.poll() is None
+        notice.preempted, told = True, time.monotonic()
+        assert lost.process.wait(timeout=60) == 0 and time.monotonic() - told < 25
+    answered = lost.answered()
+    shutil.move(tmp_path / "lost", tmp_path / "out of reach")
+
+    found = Killable(tmp_path / "found", mirror)
+    found.port, found.url = lost.port, lost.url
+    found.start()
+    found.wait("ready in")
+    assert answered <= found.answered()  # no finished sample, nor anything else, is done again
+    output, _ = running.communicate(timeout=500)
+    assert running.returncode == 0, output
+    found.process.send_signal(signal.SIGTERM)
+    assert found.process.wait() == 0
+    assert ((tmp_path / "moved.json").read_text(), final(tmp_path / "found")) == calm
+
+
+@contextlib.contextmanager
+def preemption():
+    """As Google Cloud's metadata server: .url, and .preempted to be set."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.path == "/computeMetadata/v1/instance/preempted" and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"TRUE" if notice.preempted else b"FALSE")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        notice = SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", preempted=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield notice
+        server.shutdown()
