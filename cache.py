@@ -34,6 +34,7 @@ import re
 import secrets
 import shutil
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Buffer, Callable, Iterable, Iterator, Mapping
@@ -41,9 +42,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal
 
 import msgpack
+import tyro
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +196,7 @@ class Store:
                 )
                 if old is not None:
                     self._remove_object(old.folder)
-                return self._read_manifest(self._manifest_file(path))
+                return self.read_manifest(self._manifest_file(path))
 
     def write_snapshot(self, run_id: str, files: Mapping[str, Content], *, meta: dict[str, Any]) -> Checkpoint:
         """A sampler snapshot, which is read at once: nothing is fsynced or hashed, and until it is sealed it is garbage
@@ -221,7 +223,7 @@ class Store:
     def keep_snapshots(self, names: set[str]) -> None:
         """Remove every snapshot but these: nobody remembers the others."""
         with self._mutex:
-            for file in self._manifest_files(segment=SNAPSHOTS):
+            for file in self.manifest_files(segment=SNAPSHOTS):
                 if file.stem not in names:
                     file.unlink()
             self.remove_garbage()
@@ -294,7 +296,7 @@ class Store:
     def _find(self, path: TinkerPath) -> Checkpoint | None:
         """The checkpoint under `path`; an expired one is removed and does not count."""
         file = self._manifest_file(path)
-        checkpoint = self._read_manifest(file) if file.exists() else None
+        checkpoint = self.read_manifest(file) if file.exists() else None
         if checkpoint is not None and checkpoint.expired:
             self._remove(checkpoint)
             return None
@@ -312,7 +314,7 @@ class Store:
 
     def remove_garbage(self) -> None:
         try:
-            named = {self._read_manifest(file).folder.name for file in self._manifest_files()}
+            named = {self.read_manifest(file).folder.name for file in self.manifest_files()}
         except RuntimeError as error:
             log.warning("unnamed objects are kept, since a manifest that may name one is unreadable: %s", error)
             return
@@ -345,7 +347,7 @@ class Store:
     def _manifest_file(self, path: TinkerPath) -> Path:
         return self._run_file(path.run_id).with_name(path.segment) / f"{path.name}.json"
 
-    def _manifest_files(self, run_id: str | None = None, segment: str = "*") -> Iterator[Path]:
+    def manifest_files(self, run_id: str | None = None, segment: str = "*") -> Iterator[Path]:
         return self._runs.glob(f"{'*' if run_id is None else self._run_file(run_id).parent.name}/{segment}/*.json")
 
     def _put_manifest(self, checkpoint: Checkpoint, *, sync: bool = True) -> None:
@@ -354,7 +356,7 @@ class Store:
             record[key] = record[key] and record[key].isoformat()
         self._put_sealed(self._manifest_file(checkpoint.path), record, sync=sync)
 
-    def _read_manifest(self, file: Path) -> Checkpoint:
+    def read_manifest(self, file: Path) -> Checkpoint:
         record = _read_sealed(file)
         record["path"] = TinkerPath(*record["path"].removeprefix("tinker://").split("/"))
         record["folder"] = self._objects / record["folder"]
@@ -376,7 +378,7 @@ class Store:
             _fsync(folder)
 
     def _readable(self, run_id: str | None = None) -> Iterator[Checkpoint]:
-        return _read_all(self._read_manifest, self._manifest_files(run_id))
+        return _read_all(self.read_manifest, self.manifest_files(run_id))
 
     def list(self, run_id: str | None = None) -> list[Checkpoint]:  # stays last: `list[...]` below it would mean itself
         """The checkpoints of one run, or of all, newest first; a damaged one is logged and left out."""
@@ -925,3 +927,77 @@ def _take_lock(file: Path) -> IO[str]:
     stream.truncate(0)
     print(os.getpid(), end="", file=stream, flush=True)
     return stream
+
+
+# ---- what is there: `server.py fsck`, `cache.py status`
+
+
+def inspect(root: Path) -> tuple[list[str], int]:
+    """(what a state directory holds, a line each; how many parts of it are damaged). RuntimeError: it is in use."""
+    lines, bad = [], 0
+    with Store(root) as store:
+        for file in sorted(store.manifest_files()):
+            try:
+                checkpoint = store.open(store.read_manifest(file).path)
+                lines.append(f"{checkpoint.path}: {checkpoint.size_bytes} bytes, {checkpoint.created:%Y-%m-%d %H:%M}")
+            except (ValueError, RuntimeError) as error:
+                lines, bad = [*lines, f"DAMAGED: {error}"], bad + 1
+        if (root / "journal.sqlite").exists():
+            try:
+                journal = Journal(root)
+                lines += describe_records(journal.records(), journal.file.stat().st_size)
+                journal.close()
+            except RuntimeError as error:
+                lines, bad = [*lines, f"DAMAGED: {error}"], bad + 1
+    return lines, bad
+
+
+def describe_records(records: list[Record], size_bytes: int) -> Iterator[str]:
+    of = lambda kind: {record.owner for record in records if record.kind == kind}
+    requests = [(record.owner, *record.body.decode().split()) for record in records if record.kind == "request"]
+    answered, ended = of("answer"), of("end")
+    live = len(of("session") - ended)
+    yield f"journal: {len(records)} records, {size_bytes} bytes; {live} sessions that have not ended"
+    for owner in sorted(of("run") | of("sampler")):
+        mine = [(verb, request_id) for who, verb, request_id in requests if who == owner]
+        waiting = [verb for verb, request_id in mine if request_id not in answered]
+        state = "ended" if owner.partition(":")[0] in ended else f"{len(waiting)} waiting {sorted(set(waiting))}"
+        yield f"{owner}: {len(mine)} requests, {state}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    action: Annotated[Literal["status", "push", "restore"], tyro.conf.Positional]  # what to do
+    state_dir: Path = Path("state")  # the state directory, of a server that does not run
+    mirror: str | None = None  # gs://bucket/run, or a path
+
+
+def main(command: Command) -> int:
+    mirror, root = Mirror(command.mirror) if command.mirror is not None else None, command.state_dir.resolve()
+    if command.action == "restore" and mirror is not None:
+        if (root / "journal.sqlite").exists():
+            raise ValueError(f"--state-dir {root} has a state: restore into another, or move it away")
+        restore_state(mirror, root)
+    elif command.action == "push" and mirror is not None:
+        with Store(root):
+            journal = Journal(root)
+            protector = Protector(mirror, root, journal, {})
+            protector.push_state()
+            journal.close()
+            print(f"{protector.sent_bytes} bytes sent to {mirror.root}")
+    elif command.action != "status":
+        raise ValueError(f"--mirror is unset: {command.action} needs it")
+    lines, bad = inspect(root)
+    print("\n".join([f"{root}:", *lines]))
+    if mirror is not None:
+        entries = mirror.newest("state")
+        print(f"{mirror.root}: {len(entries)} files, {sum(entry['bytes'] for entry in entries.values())} bytes")
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        sys.exit(main(tyro.cli(Command, description="What a state directory and its mirror hold.")))
+    except (ValueError, RuntimeError, OSError) as error:
+        sys.exit(f"cache.py: {error}")

@@ -1306,6 +1306,8 @@ if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # or it says at every start that there is no torch
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
+        if sys.argv[1:2] == ["fsck"]:
+            sys.exit(cache.main(tyro.cli(cache.Command, args=["status", *sys.argv[2:]])))
         description = "A Tinker server: trains and samples LoRA adapters over one base model."
         given = tyro.cli(ServerConfig, description=description)
         main(dataclasses.replace(given, api_key=given.api_key or os.environ.get("TINKER_SERVER_API_KEY")))

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cache import Store
+from cache import SEAL, Journal, Store, check_folder, files_under
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -101,8 +101,8 @@ def final(state_dir: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory) -> tuple[str, bytes]:
-    """What the client gets from a server that nobody disturbs, and the adapter at the end."""
+def calm(tmp_path_factory):
+    """A server that nobody disturbs: its .state_dir, and .end: what the client got, and the adapter."""
     folder = tmp_path_factory.mktemp("calm")
     server = Killable(folder / "calm")
     server.start()
@@ -112,7 +112,8 @@ def calm(tmp_path_factory) -> tuple[str, bytes]:
     assert running.returncode == 0, output
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait() == 0
-    return (folder / "calm.json").read_text(), final(folder / "calm")
+    end = (folder / "calm.json").read_text(), final(folder / "calm")
+    return SimpleNamespace(state_dir=folder / "calm", end=end)
 
 
 def test_a_run_whose_server_is_killed_twenty_times_ends_as_the_undisturbed_one_bit_for_bit(tmp_path, calm):
@@ -139,7 +140,7 @@ def test_a_run_whose_server_is_killed_twenty_times_ends_as_the_undisturbed_one_b
     assert hunted.process.wait() == 0
     print(f"{KILLS} kills, while these were not answered: {dict(phases)}")
 
-    assert ((tmp_path / "hunted.json").read_text(), final(tmp_path / "hunted")) == calm
+    assert ((tmp_path / "hunted.json").read_text(), final(tmp_path / "hunted")) == calm.end
     assert {"forward_backward", "asample"} <= phases.keys() and len(phases) >= 3, phases
     assert not re.search("Traceback|ERROR", hunted.log.read_text()), hunted.log.read_text()
 
@@ -169,7 +170,66 @@ def test_another_machine_goes_on_from_the_mirror_alone(tmp_path, bucket, calm):
     assert running.returncode == 0, output
     found.process.send_signal(signal.SIGTERM)
     assert found.process.wait() == 0
-    assert ((tmp_path / "moved.json").read_text(), final(tmp_path / "found")) == calm
+    assert ((tmp_path / "moved.json").read_text(), final(tmp_path / "found")) == calm.end
+
+
+def test_of_a_thousand_damaged_files_none_is_served(tmp_path, calm):
+    """One bit flipped, or an end cut off: what is still told of the state is true, or it is an error that says where."""
+    whole, dice, outcomes = views(copy(calm.state_dir, tmp_path / "whole")), random.Random(0), Counter()
+    ours = ("journal.sqlite", "xla/", "models/", "objects/", "runs/")
+    files = sorted(name for name in files_under(calm.state_dir) if name.startswith(ours))
+    for _ in range(1000):
+        damaged, name = copy(calm.state_dir, tmp_path / "damaged"), dice.choice(files)
+        content = bytearray((damaged / name).read_bytes())
+        at = dice.randrange(max(len(content), 1))
+        if dice.random() < 0.5 and content:
+            content[at] ^= 1 << dice.randrange(8)
+        else:
+            del content[at:]
+        (damaged / name).unlink()  # a link
+        (damaged / name).write_bytes(content)
+        try:
+            found = views(damaged, name.partition("/")[0])
+        except RuntimeError as error:
+            assert str(damaged) in str(error)
+            outcomes["refused"] += 1
+            continue
+        for part, told in found.items():
+            assert all(each in whole[part] for each in told), (name, part)
+            outcomes["less is told" if len(told) < len(whole[part]) else "nothing changed"] += 1
+    print(dict(outcomes))
+    assert outcomes["refused"] > 50 and outcomes["less is told"] > 200, outcomes
+
+
+def copy(state_dir: Path, to: Path) -> Path:
+    shutil.rmtree(to, ignore_errors=True)
+    return shutil.copytree(state_dir, to, copy_function=os.link)
+
+
+def views(root: Path, only: str = "") -> dict[str, list]:
+    """All that a server would take from a state directory, or from one part of it."""
+    seen, part = {}, lambda name: only in ("", name)
+    for name in filter(part, ("xla", "models")):
+        check_folder(root / name)
+        seen[name] = [(path, file.read_bytes()) for path, file in files_under(root / name).items() if path != SEAL]
+    if part("objects") or part("runs"):
+        with Store(root) as store:
+            seen["runs"] = store.runs()
+            seen["objects"] = checkpoints = []
+            for checkpoint in store.list():
+                with contextlib.suppress(RuntimeError):
+                    opened = store.open(checkpoint.path)
+                    checkpoints.append(
+                        (opened.path, opened.meta, {n: (opened.folder / n).read_bytes() for n in opened.files})
+                    )
+    if part("journal.sqlite"):
+        (root / "journal.sqlite").write_bytes((root / "journal.sqlite").read_bytes())  # SQLite may write to it
+        journal = Journal(root)
+        try:
+            seen["journal"] = journal.records()
+        finally:
+            journal.close()
+    return seen
 
 
 @contextlib.contextmanager

@@ -547,7 +547,7 @@ def test_a_client_that_hangs_up_inside_its_body_is_no_failure_of_the_servers(ser
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as lying:
         lying.sendall(b"POST /api/v1/telemetry HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc")
-    assert http.get("healthz").json() == {"status": "ok"}
+    assert http.get("healthz").json()["status"] == "ok"
     time.sleep(0.5)
     assert "ClientDisconnect" not in server.log.read_text()
 
