@@ -3,9 +3,9 @@
     start -> import -> restore -> load -> compile -> replay -> the first new optimizer step
 
 The same step (a forward_backward of one sequence, an optim_step) from three beginnings: nothing at all, the state
-directory of a server that was killed, and a mirror alone, on an empty disk. Then its price: the CPU time that the journal
-takes of a request, the bytes that a step sends to the mirror, and a step's time with the mirror out of reach over that
-with none, taken in turns.
+directory of a server that was killed, and a mirror alone, on an empty disk. Then its price: the CPU time that the
+journal takes of a request, the bytes that a step sends to the mirror, and a step's time with the mirror out of reach
+over that with none, taken in turns.
 
 All of one machine: a bucket's distance is not in it. Imports are in each of the three, and nothing here shortens them.
 Run: `uv run bench/recover.py`
@@ -24,11 +24,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import httpx
 import numpy as np
 import tyro
 from report import finish
 from tinker.proto import tinker_public_pb2 as pb
+
+from cache import Journal
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = np.arange(60, 160, dtype=np.int32)
@@ -173,22 +177,20 @@ def cost(folder: Path, config: Config) -> dict[str, float]:
             clients["none"].step()
         request_us = (servers["none"].cpu_s() - cpu) / config.requests * 1e6
     medians = {name: statistics.median(each) for name, each in times.items()}
-    ratio = medians["out of reach"] / medians["none"]
+    ratios = {name: medians[name] / medians["none"] for name in ("out of reach", "in reach")}
     print(
-        f"{1e3 * medians['none']:.1f} ms a step; {ratio:.3f} x with the mirror out of reach, {medians['in reach'] / medians['none']:.3f} x with it"
+        f"{1e3 * medians['none']:.1f} ms a step without a mirror;", *(f"{r:.3f} x {name}" for name, r in ratios.items())
     )
-    return dict(
-        ratio_unreachable=ratio,
-        ratio_reachable=medians["in reach"] / medians["none"],
-        sent_bytes_a_step=sent,
-        request_cpu_us=request_us,
-    )
+    return {
+        "ratio_unreachable": ratios["out of reach"],
+        "ratio_reachable": ratios["in reach"],
+        "sent_bytes_a_step": sent,
+        "request_cpu_us": request_us,
+    }
 
 
 def journal_cpu_us(folder: Path) -> float:
     """CPU time of a request's two records and its answer's, 500 requests/s in groups as a server's loop makes them."""
-    from cache import Journal
-
     folder.mkdir()
     journal, started = Journal(folder), time.process_time()
     for seq in range(1000):
@@ -206,12 +208,11 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         seconds = time_to_first_step(folder)
-        figures = cost(folder / "cost", config) if (folder / "cost").mkdir() is None else {}
+        (folder / "cost").mkdir()
+        figures = cost(folder / "cost", config)
         figures["journal_cpu_us"] = journal_cpu_us(folder / "journal")
     share = figures["journal_cpu_us"] / figures["request_cpu_us"]
-    print(
-        f"a request takes {figures['request_cpu_us']:.0f} us of CPU, {figures['journal_cpu_us']:.0f} of them the journal's ({100 * share:.1f} %)"
-    )
+    print(f"{figures['request_cpu_us']:.0f} us of CPU a request, {100 * share:.1f} % of it the journal's")
     print(f"a step sends {figures['sent_bytes_a_step'] / 1e3:.1f} kB to the mirror")
     sooner = seconds["nothing"] / seconds["the mirror alone"]
     print(f"the first step comes {sooner:.2f} x sooner from the mirror alone than from nothing")
