@@ -1,25 +1,27 @@
-"""The checkpoint store: every kept version of an adapter, in a folder that a crash at any moment leaves whole.
+"""What outlives the process: checkpoints, the journal of what was promised, and a mirror of both on other disks.
 
-    optim_step -> save_weights, save_weights_for_sampler -> CACHE -> load_weights, the sampler
+    accepted -> [journal] -> answered;  optim_step -> save_weights, a snapshot -> [store] -> load_weights, the sampler
+    every second: journal + store -> [mirror] -> another machine;  compiled programs, weights -> [mirror], too
 
 Under the state directory, which one process at a time may hold:
 
+    journal.sqlite                     sessions, requests and answers, until they are covered by a state and an hour old
     objects/<id>/...                   the files of one checkpoint, immutable; <id> is a time and a random number
     runs/<run>/run.json                what a training run is (<run> is the run id with '-' for ':')
     runs/<run>/<segment>/<name>.json   the manifest of tinker://<run id>/<segment>/<name>
 
-Invariants:
+Invariants
   1. A checkpoint exists from the rename of its manifest, once its files are on the disk, until the unlinking of its
      manifest, before they go. An object that no manifest names is garbage, removed when the store is opened.
   2. No folder is ever used twice: engines key their prefix caches by path.
-  3. A wrong byte is never served: files and manifests carry a sha256; a mismatch is a RuntimeError that names the file.
+  3. A wrong byte is never served: files, manifests and records carry a hash; a mismatch is an error that says where.
   4. No client text becomes a path unchecked: a TinkerPath with an unsafe part cannot be made.
+  5. The mirror is one moment of the whole, or the one before; nobody waits for it.
 
-Left out: mirrors (one has only to copy in the same order: the object, then its manifest), and counting readers: read a
-checkpoint as soon as it is opened; once another thread overwrites or deletes it, its files vanish.
-
-Run:        pytest tests/test_cache.py
-Read first: Store.write, which is the whole idea.
+Left out: counting readers: read a checkpoint as soon as it is opened; once another thread overwrites or deletes it, its
+files vanish. A mirror of converted weights: a base is read from its Hugging Face files straight onto the mesh.
+Run: `uv run cache.py status --state-dir state`, or `restore` and `push` with `--mirror gs://bucket/run`.
+Read first: `Store.write`, `Journal`, `Protector.push_state`.
 """
 
 import contextlib
@@ -50,9 +52,10 @@ import tyro
 log = logging.getLogger(__name__)
 
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # -> checkpoint_type
-SNAPSHOTS = "snapshots"  # the segment of ephemeral sampler snapshots: clients cannot name it, no manifest lies there
+SNAPSHOTS = "snapshots"  # the segment of what the journal names: sampler snapshots, states of adapters; clients cannot
 MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
 Content = Buffer | Callable[[Path], object]  # of a file: bytes, a contiguous array, or what writes it
+SEAL = ".sealed.json"  # what the other files of a folder are
 STAGED = ".tmp-"  # what a folder's name begins with until all of its files are written
 
 
@@ -398,6 +401,16 @@ class Record:
     body: bytes
 
 
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, kind TEXT, owner TEXT, seq INTEGER, body BLOB, digest BLOB);
+CREATE INDEX IF NOT EXISTS by_owner ON records (owner, kind, seq);
+"""
+INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)"
+DELETE = "DELETE FROM records WHERE owner = ? AND kind = ? AND seq >= ? AND seq < ?"
+SIZES = ("page_count", "freelist_count", "page_size")
+HELD_BYTES = 256 << 20  # of records that cannot be written, in memory: then no more is written at all
+NOTHING_TO_DO: Future = Future()
+NOTHING_TO_DO.set_result(None)
 # A record and its number, or what to drop (owner, kind, first seq, the one after the last) and 0.
 Change = tuple[Record | tuple[str, str, int, int], int]
 
@@ -446,7 +459,7 @@ class Journal:
                 if digest != _record_digest(number, record):
                     raise self._damaged(f"record {number}")
                 records.append(record)
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, OverflowError, TypeError) as error:
             raise self._damaged(error) from error
         return records
 
@@ -547,18 +560,6 @@ def apply_changes(database: sqlite3.Connection, changes: list[Change]) -> None:
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise
-
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, kind TEXT, owner TEXT, seq INTEGER, body BLOB, digest BLOB);
-CREATE INDEX IF NOT EXISTS by_owner ON records (owner, kind, seq);
-"""
-INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)"
-DELETE = "DELETE FROM records WHERE owner = ? AND kind = ? AND seq >= ? AND seq < ?"
-SIZES = ("page_count", "freelist_count", "page_size")
-HELD_BYTES = 256 << 20  # of records that cannot be written, in memory: then no more is written at all
-NOTHING_TO_DO: Future = Future()
-NOTHING_TO_DO.set_result(None)
 
 
 def _record_digest(number: int, record: Record) -> bytes:
@@ -819,9 +820,6 @@ def check_folder(folder: Path) -> int:
     for file in bad:
         file.unlink()
     return len(bad)
-
-
-SEAL = ".sealed.json"
 
 
 def restore_state(mirror: Mirror, root: Path) -> None:

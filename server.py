@@ -9,8 +9,9 @@ Invariants
   2. The same (model_id, seq_id) is the same request: its request_id, and later its bytes, are served again.
   3. Nothing blocks the event loop: tensors, devices and disks are for threads. Models take turns there.
   4. A ValueError is the client's (category user), anything else ours (server, logged); neither disturbs others.
+  5. No answer leaves before what it rests on is in the journal: a killed server goes on where its clients saw it.
 
-Left out: images, custom losses on the server, projects, billing. Surviving a restart is the journal's, to come.
+Left out: images, custom losses on the server, projects, billing.
 Run: `uv run server.py` on a laptop; `uv run --extra tpu server.py --model Qwen/Qwen3-0.6B` on a TPU VM.
 Read first: `Service.enqueue` and `Service.drain`, then one verb: `Service.forward_backward`.
 """
@@ -211,7 +212,7 @@ def now() -> str:
 
 def find[T](table: dict[str, T], key: str, what: str) -> T:
     if key not in table:
-        kept = f"results are kept for {KEEP_RESULTS_S / 3600:.0f} h; only checkpoints survive a restart"
+        kept = f"results are kept for {KEEP_RESULTS_S / 3600:.0f} h"
         raise NotFound(f"unknown {what} {key!r} ({kept})")
     return table[key]
 
