@@ -4,7 +4,8 @@ import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked tpu are run with tpu,cpu
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# Most of the tests' time is compilation; servers are started without these flags, and compute as users' do.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import warnings
