@@ -406,12 +406,12 @@ CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, kind TEXT, owner TEX
 CREATE INDEX IF NOT EXISTS by_owner ON records (owner, kind, seq);
 """
 INSERT = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)"
-DELETE = "DELETE FROM records WHERE owner = ? AND kind = ? AND seq >= ? AND seq < ?"
+DELETE = "DELETE FROM records WHERE owner = ? AND kind = ? AND seq BETWEEN ? AND ?"
 SIZES = ("page_count", "freelist_count", "page_size")
 HELD_BYTES = 256 << 20  # of records that cannot be written, in memory: then no more is written at all
 NOTHING_TO_DO: Future = Future()
 NOTHING_TO_DO.set_result(None)
-# A record and its number, or what to drop (owner, kind, first seq, the one after the last) and 0.
+# A record and its number, or what to drop (owner, kind, first seq, last seq) and 0.
 Change = tuple[Record | tuple[str, str, int, int], int]
 
 
@@ -425,7 +425,8 @@ class Journal:
     def __init__(self, root: Path, *, most_bytes: int = 8 << 30) -> None:
         self.file, self.most_bytes, self.live_bytes = root / "journal.sqlite", most_bytes, 0
         self.trouble = ""
-        self._mutex, self._noted = threading.Lock(), threading.Event()
+        self.together = threading.RLock()  # what is noted while it is held is committed at once, or not at all
+        self._noted = threading.Event()
         self._changes: list[Change] = []  # noted, not yet committed
         self._batch: Future = Future()  # done when they are
         self._committing: Future | None = None
@@ -464,13 +465,13 @@ class Journal:
         return records
 
     def add(self, kind: str, owner: str, seq: int = 0, body: bytes = b"") -> None:
-        with self._mutex:
+        with self.together:
             self._note(Record(kind, owner, seq, body), next(self._ids))
 
-    def drop(self, kind: str, owner: str, *, seq: int | None = None, below: int = 2**63 - 1) -> None:
+    def drop(self, kind: str, owner: str, *, seq: int | None = None, below: int = 2**63) -> None:
         """Forget the owner's records of this kind: the one numbered `seq`, or all that are numbered lower."""
-        with self._mutex:
-            self._note((owner, kind, *((0, below) if seq is None else (seq, seq + 1))), 0)
+        with self.together:
+            self._note((owner, kind, *((0, below - 1) if seq is None else (seq, seq))), 0)
 
     def _note(self, *change: Any) -> None:
         self._changes.append(change)
@@ -478,12 +479,12 @@ class Journal:
 
     def durable(self) -> Future:
         """Done when all that was noted before has been committed, or could not be."""
-        with self._mutex:
+        with self.together:
             return self._batch if self._changes else self._committing if self._committing else NOTHING_TO_DO
 
     def take(self) -> list[Change] | None:
         """What was committed since the last call; None: the whole has to be copied."""
-        with self._mutex:
+        with self.together:
             taken, self._taken = self._taken, []
             return taken
 
@@ -509,7 +510,7 @@ class Journal:
         held, given_up = [], False  # what could not be written yet
         while not (self._closing and not self._changes):
             self._noted.wait(1.0 if held else None)
-            with self._mutex:
+            with self.together:
                 self._noted.clear()
                 changes, self._changes = self._changes, []
                 committed = self._committing = self._batch
@@ -536,7 +537,7 @@ class Journal:
         if not changes:
             return
         apply_changes(self._database, changes)
-        with self._mutex:
+        with self.together:
             if self._taken is not None:
                 self._taken += changes
                 if sum(len(each.body) for each, _ in self._taken if isinstance(each, Record)) > HELD_BYTES:

@@ -277,8 +277,9 @@ class Service:
         if unfinished and names - {self.model.name}:
             theirs, remedy = ", ".join(names), "serve that model, use another --state-dir"
             raise ValueError(f"{self.journal.file} holds {unfinished} sessions of {theirs}: {remedy}, or move it away")
-        self.journal.drop("base", "")
-        self.note("base", "", self.model.name)
+        with self.journal.together:
+            self.journal.drop("base", "")
+            self.note("base", "", self.model.name)
 
     # -- order and promises
 
@@ -339,8 +340,9 @@ class Service:
         """Of a request that is in the journal from now on: `Journal.durable` says when a crash cannot undo it."""
         self.journal.check_room()
         promise = Promise()
-        self.journal.add("request", owner, seq_id, f"{verb} {promise.request_id}".encode())
-        self.journal.add("payload", owner, seq_id, body)
+        with self.journal.together:
+            self.journal.add("request", owner, seq_id, f"{verb} {promise.request_id}".encode())
+            self.journal.add("payload", owner, seq_id, body)
         return self.remember(promise)
 
     def remember(self, promise: Promise) -> Promise:
@@ -544,9 +546,10 @@ class Service:
             state = await in_thread(self.store.write, path, files, meta=meta)
         except Exception:
             return log.exception("the state of %s was not written; a restart begins before it", run.model_id)
-        self.note("state", run.model_id, [path.name, run.info], next_seq)
-        for kind in ("payload", "shared", "state"):
-            self.journal.drop(kind, run.model_id, below=next_seq)
+        with self.journal.together:
+            self.note("state", run.model_id, [path.name, run.info], next_seq)
+            for kind in ("payload", "shared", "state"):
+                self.journal.drop(kind, run.model_id, below=next_seq)
         await asyncio.wrap_future(self.journal.durable())
         before, run.state, run.covered = run.state, state, next_seq
         if before is not None:

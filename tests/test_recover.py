@@ -1,0 +1,200 @@
+"""What a restart makes of a journal, without a model: a trainer that adds numbers, a sampler that answers when told to."""
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import safetensors.numpy
+from test_server import fb_body
+from tinker import types
+
+import cache
+import server
+
+
+class Adder:
+    """A trainer whose adapter is one number: forward_backward adds the tokens' sum to its gradient, a step adds that."""
+
+    def __init__(self, row_len: int):
+        self.rows, self.row_len, self.config = 4, row_len, SimpleNamespace(max_adapters=8)
+        self.model = SimpleNamespace(
+            name="demo", directory=Path("demo"), vocab_size=512, config=SimpleNamespace(max_rank=32)
+        )
+        self.adapters: dict[str, dict] = {}
+        self.copying = threading.Event()  # cleared: `checkpoint` waits
+        self.copying.set()
+
+    def create(self, model_id, *, seed, rank, train_attn, train_mlp):
+        self.adapters[model_id] = {"weights": float(seed), "gradient": 0.0, "step": 0}
+
+    def release(self, model_id):
+        self.adapters.pop(model_id, None)
+
+    def forward_backward(self, model_id, requests, *, backward):
+        adapter, answers = self.adapters[model_id], []
+        for request in requests:
+            adapter["gradient"] += sum(float(datum.tokens.sum()) for datum in request.data) * backward
+            logprobs = [np.full(len(datum.tokens), adapter["weights"], np.float32) for datum in request.data]
+            answers.append((logprobs, {"loss:sum": adapter["weights"]}))
+        return answers
+
+    def optim_step(self, model_id, adam):
+        adapter = self.adapters[model_id]
+        adapter.update(weights=adapter["weights"] + adapter["gradient"], gradient=0.0, step=adapter["step"] + 1)
+        return {"optim/step": float(adapter["step"])}
+
+    def checkpoint(self, model_id, *, gradients=False):
+        self.copying.wait()
+        tensors = {name: np.array(value) for name, value in self.adapters[model_id].items()}
+        return tensors, {"rank": 4, "train_attn": True, "train_mlp": True}
+
+    def restore(self, model_id, tensors, meta, *, optimizer):
+        self.adapters[model_id] = {name: value.item() for name, value in tensors.items()}
+
+    def snapshot(self, model_id):
+        return {"weights": np.array(self.adapters[model_id]["weights"])}, {}
+
+
+class Engine:
+    """A sampler whose log-prob is its adapter's number; it answers once `auto` is set, and what is asked after that."""
+
+    context_tokens = 256
+
+    def __init__(self, max_queue: int, auto: bool):
+        self.max_queue, self.auto, self.waiting = max_queue, auto, []
+
+    def submit(self, request, folder):
+        if len(self.waiting) >= self.max_queue:
+            raise server.Overloaded("too many")
+        future: Future = Future()
+        self.waiting.append(future)
+        if self.auto:
+            self.waiting.remove(future)
+            file = folder / "adapter_model.safetensors" if folder else None
+            number = safetensors.numpy.load_file(file)["weights"] if file else 0
+            reply = dict(tokens=np.array([1]), logprobs=np.array([number]), stop_reason="length", topk=None)
+            result = dict(sequences=[SimpleNamespace(**reply)], prompt_logprobs=None, topk_prompt_logprobs=None)
+            future.set_result(SimpleNamespace(**result))
+        return future
+
+    def publish(self, folder):
+        future: Future = Future()
+        future.set_result(None)
+        return future
+
+    retire = publish
+
+
+class Rig:
+    """A service on a state directory, up to `kill`, and what a client does with it."""
+
+    def __init__(self, root: Path, *, row_len: int = 256, max_queue: int = 100, auto: bool = True):
+        self.store, self.journal = cache.Store(root), cache.Journal(root)
+        self.trainer, self.engine = Adder(row_len), Engine(max_queue, auto)
+        config = server.ServerConfig(state_dir=root)
+        self.service = server.Service(config, self.store, self.journal, self.trainer, self.engine)  # type: ignore
+        self.service.closing = asyncio.Future()
+        server.recover(self.service)
+
+    def kill(self) -> None:
+        """What is noted from now on is lost."""
+        self.journal.close()
+        self.store.close()
+
+    def session(self) -> str:
+        request = types.CreateSessionRequest(tags=[], sdk_version="0", user_metadata={})
+        return self.service.create_session(request)["session_id"]
+
+    async def model(self, session_id: str, seed: int = 0) -> str:
+        lora = {"rank": 4, "seed": seed}
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "demo", "lora_config": lora}
+        return (await self.answer(self.ask("create_model", **body)))["model_id"]
+
+    async def sampler(self, session_id: str, model_path: str | None = None) -> str:
+        what = {"model_path": model_path} if model_path else {"base_model": "demo"}
+        request = types.CreateSamplingSessionRequest(session_id=session_id, sampling_session_seq_id=0, **what)
+        return (await self.service.create_sampling_session(request))["sampling_session_id"]
+
+    def ask(self, verb: str, **body) -> str:
+        return getattr(self.service, verb)(json.dumps(body).encode())["request_id"]
+
+    def forward_backward(self, model_id: str, seq_id: int, tokens: int = 10) -> str:
+        return self.service.forward_backward(fb_body(model_id, seq_id, list(range(tokens))))["request_id"]
+
+    def optim_step(self, model_id: str, seq_id: int) -> str:
+        return self.ask("optim_step", model_id=model_id, seq_id=seq_id, adam_params={"learning_rate": 1e-2})
+
+    def sample(self, sampler_id: str, seq_id: int) -> str:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+        options = {"prompt": prompt, "num_samples": 1, "sampling_params": {"max_tokens": 1}}
+        return self.ask("asample", sampling_session_id=sampler_id, seq_id=seq_id, **options)
+
+    async def answer(self, request_id: str):
+        answer = await asyncio.wait_for(asyncio.shield(self.service.promises[request_id].answer), 5)
+        await asyncio.sleep(0.01)  # its worker goes on
+        await asyncio.wrap_future(self.journal.durable())
+        return answer
+
+    async def repeated(self, model_id: str) -> dict:
+        """The adapter, once all that there is has been done again."""
+        if (worker := self.service.runs[model_id].worker) is not None:
+            await asyncio.wait_for(asyncio.shield(worker), 5)
+        return self.trainer.adapters[model_id]
+
+
+def in_loop(test):
+    """A test that awaits."""
+
+    def run(tmp_path: Path):
+        asyncio.run(asyncio.wait_for(test(tmp_path), 30))
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@in_loop
+async def test_an_adapter_is_what_it_was(tmp_path):
+    rig = Rig(tmp_path)
+    model_id = await rig.model(rig.session(), seed=7)
+    for ask, seq_id in ((rig.forward_backward, 1), (rig.optim_step, 2), (rig.forward_backward, 3)):
+        await rig.answer(ask(model_id, seq_id))
+    before = rig.trainer.adapters[model_id]
+    rig.kill()
+    rig = Rig(tmp_path)
+    assert await rig.repeated(model_id) == before == {"weights": 43.0, "gradient": 36.0, "step": 1}
+    rig.kill()
+
+
+@in_loop
+async def test_of_a_request_all_is_in_the_journal_or_nothing(tmp_path):
+    """Else it would be known after a restart, and never be done."""
+    rig = Rig(tmp_path)
+    model_id = await rig.model(rig.session())
+    add, alone = rig.journal.add, []
+
+    def add_slowly(*change):
+        add(*change)
+        time.sleep(0.05)  # the journal's thread commits what it may
+        alone.append(Counter(record.kind for record in rig.journal.records()))
+
+    rig.journal.add = add_slowly  # type: ignore
+    rig.forward_backward(model_id, 1)
+    assert all(kinds["request"] == kinds["payload"] for kinds in alone) and len(alone) == 2
+    rig.kill()
+
+
+@in_loop
+async def test_an_hour_old_result_of_the_greatest_seq_id_is_forgotten_too(tmp_path):
+    rig = Rig(tmp_path)
+    sampler_id = await rig.sampler(rig.session())
+    await rig.answer(rig.sample(sampler_id, 2**63 - 1))
+    rig.service.forget(before=time.monotonic() + 1)
+    await asyncio.wait_for(asyncio.wrap_future(rig.journal.durable()), 5)
+    assert "answer" not in {record.kind for record in rig.journal.records()}
+    rig.kill()
