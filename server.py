@@ -317,7 +317,7 @@ class Service:
                 del run.pending[run.next_seq]
                 run.next_seq += 1
             run.unsaved_s += time.monotonic() - started
-            await self.save_state(run)
+            self.save_state(run)
 
     async def execute(self, run: Run, promise: Promise, verb: str, body: bytes) -> None:
         """What has been answered is done again after a restart only where it changed the adapter."""
@@ -531,18 +531,21 @@ class Service:
             except Exception as error:  # not to be run again: its gradient has joined
                 promise.fail(error)
 
-    async def save_state(self, run: Run) -> None:
+    def save_state(self, run: Run) -> None:
         """Once in a while: where a restart begins instead of at the beginning. Written while others compute."""
         due = run.unsaved_s > STATE_EVERY_S or run.unsaved_bytes > STATE_EVERY_BYTES
         if due and run.ready and (run.saving is None or run.saving.done()) and not run.session.ended:
             run.unsaved_s, run.unsaved_bytes = 0.0, 0
-            tensors, meta = await self.on_device(self.trainer.checkpoint, run.model_id, gradients=True)
-            run.saving = self.spawn(self.write_state(run, run.next_seq, tensors, meta))
+            copy = functools.partial(self.trainer.checkpoint, run.model_id, gradients=True)
+            copied = self.device.submit(copy)  # at once: what comes meanwhile, from next_seq on, is behind it
+            run.saving = self.spawn(self.write_state(run, run.next_seq, asyncio.wrap_future(copied)))
 
-    async def write_state(self, run: Run, next_seq: int, tensors: dict[str, np.ndarray], meta: dict) -> None:
+    async def write_state(self, run: Run, next_seq: int, copied: Awaitable) -> None:
         path = TinkerPath(run.model_id, cache.SNAPSHOTS, cache.new_id())
-        files: dict[str, cache.Content] = {"state.safetensors": lambda file: safetensors.numpy.save_file(tensors, file)}
         try:
+            tensors, meta = await copied
+            save = functools.partial(safetensors.numpy.save_file, tensors)
+            files: dict[str, cache.Content] = {"state.safetensors": save}
             state = await in_thread(self.store.write, path, files, meta=meta)
         except Exception:
             return log.exception("the state of %s was not written; a restart begins before it", run.model_id)
@@ -789,8 +792,11 @@ class Service:
             for run in self.runs.values():  # what is in a state need not be repeated, and can be forgotten
                 if run.unsaved_s and (run.worker is None or run.worker.done()):
                     run.unsaved_s = math.inf
-                    await self.save_state(run)
-            await in_thread(self.store.sweep)
+                    self.save_state(run)
+            try:
+                await in_thread(self.store.sweep)
+            except OSError:
+                log.exception("expired checkpoints were not removed")
 
     def forget(self, *, before: float) -> None:
         """Results that were there earlier, as long as no restart needs to know of them."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -197,4 +198,26 @@ async def test_an_hour_old_result_of_the_greatest_seq_id_is_forgotten_too(tmp_pa
     rig.service.forget(before=time.monotonic() + 1)
     await asyncio.wait_for(asyncio.wrap_future(rig.journal.durable()), 5)
     assert "answer" not in {record.kind for record in rig.journal.records()}
+    rig.kill()
+
+
+@in_loop
+async def test_what_comes_while_the_sweeper_saves_a_state_is_not_in_it(tmp_path):
+    rig = Rig(tmp_path)
+    model_id = await rig.model(rig.session())
+    await rig.answer(rig.forward_backward(model_id, 1))
+    run, rig.service.runs[model_id].unsaved_s = rig.service.runs[model_id], math.inf
+    rig.trainer.copying.clear()
+    saving = asyncio.ensure_future(asyncio.to_thread(rig.trainer.copying.wait))
+    rig.service.save_state(run)
+    request_id = rig.forward_backward(model_id, 2)
+    await asyncio.sleep(0.1)
+    rig.trainer.copying.set()
+    await saving
+    await rig.answer(request_id)
+    await run.saving
+    before = rig.trainer.adapters[model_id]
+    rig.kill()
+    rig = Rig(tmp_path)
+    assert rig.service.runs[model_id].covered == 2 and await rig.repeated(model_id) == before
     rig.kill()
