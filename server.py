@@ -328,10 +328,15 @@ class Service:
                 raise ValueError(f"{run.model_id}: {run.trouble}")
             promise.resolve(await getattr(Service, verb).__wrapped__(self, run, body))
         except Exception as error:
-            if promise.answer.done():
-                run.ready, run.trouble = False, f"its {verb} could not be repeated after a restart: {error}"
-                log.error("%s: %s", run.model_id, run.trouble)
-            promise.fail(error)
+            self.fail(run, promise, error)
+
+    def fail(self, run: Run, promise: Promise, error: Exception) -> None:
+        """What the client was told is done again after a restart, or the adapter is another one: then it is none."""
+        if not promise.answer.done():
+            return promise.fail(error)
+        if run.ready or run.next_seq == 0:
+            run.ready, run.trouble = False, f"what it had done could not be repeated after a restart: {error}"
+            log.error("%s: %s", run.model_id, run.trouble)
 
     async def on_device(self, call: Callable, *args, **kwargs):
         return await asyncio.get_running_loop().run_in_executor(self.device, functools.partial(call, *args, **kwargs))
@@ -502,7 +507,7 @@ class Service:
             try:
                 request = await in_thread(self.read_forward_backward, body)
             except Exception as error:
-                promise.fail(error)
+                self.fail(run, promise, error)
             else:
                 if not (promise.answer.done() and request.forward_only):
                     taken.append((seq_id, promise, request))
@@ -519,7 +524,7 @@ class Service:
             answers = await self.on_device(call, run.model_id, requests)
         except Exception as error:
             if len(group) == 1:
-                return promises[0].fail(error)
+                return self.fail(run, promises[0], error)
             for each in group:
                 await self.share_tiles(run, [each])
             return

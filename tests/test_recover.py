@@ -221,3 +221,19 @@ async def test_what_comes_while_the_sweeper_saves_a_state_is_not_in_it(tmp_path)
     rig = Rig(tmp_path)
     assert rig.service.runs[model_id].covered == 2 and await rig.repeated(model_id) == before
     rig.kill()
+
+
+@in_loop
+async def test_an_adapter_of_which_a_part_cannot_be_repeated_is_none(tmp_path):
+    """As under a smaller --row-len: without one gradient it would be another, and nobody would know."""
+    rig = Rig(tmp_path)
+    model_id = await rig.model(rig.session())
+    await rig.answer(rig.forward_backward(model_id, 1, tokens=200))
+    await rig.answer(rig.forward_backward(model_id, 2))
+    told = await rig.answer(rig.optim_step(model_id, 3))
+    rig.kill()
+    rig = Rig(tmp_path, row_len=64)
+    await rig.repeated(model_id)
+    assert await rig.answer(rig.optim_step(model_id, 3)) == told
+    assert "could not be repeated" in (await rig.answer(rig.forward_backward(model_id, 4)))["error"]
+    rig.kill()
