@@ -890,10 +890,14 @@ def recover(service: Service) -> None:
     for run in service.runs.values():
         if not run.session.ended:
             run.worker = service.spawn(resume(service, run))
+            continue
+        for promise in run.requests.values():  # those that the end itself was about to answer
+            if not promise.answer.done():
+                promise.fail(Gone(f"session {run.session.session_id} has ended"))
     for sampler in service.samplers.values():
         for seq, promise in sampler.requests.items():
             if not promise.answer.done():
-                ask_again(service, sampler, promise, payloads[sampler.sampler_id, seq])
+                ask_again(service, sampler, promise, payloads.get((sampler.sampler_id, seq)))
     if records:
         log.info("%d sessions go on", sum(not session.ended for session in service.sessions.values()))
 
@@ -915,13 +919,17 @@ def reopen(service: Service, sampler: SamplingSession, run_id: str | None, name:
     return sampler
 
 
-def ask_again(service: Service, sampler: SamplingSession, promise: Promise, body: bytes) -> None:
+def ask_again(service: Service, sampler: SamplingSession, promise: Promise, body: bytes | None) -> None:
     """The same request under the same version and seed."""
-    if sampler.trouble or sampler.retired or sampler.session.ended:
-        return promise.fail(
-            Gone(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble or 'it has ended'}")
-        )
-    service.follow(sampler, promise, service.submit(sampler, wire.decode_sample(body)))
+    if body is None or sampler.trouble or sampler.retired or sampler.session.ended:
+        future: Future = Future()
+        why = sampler.trouble or "it has ended"
+        future.set_exception(Gone(f"{sampler.sampler_id} did not survive a restart: {why}"))
+        return service.follow(sampler, promise, future)
+    try:
+        service.follow(sampler, promise, service.submit(sampler, wire.decode_sample(body)))
+    except Overloaded:  # those in its slots do not count as waiting: here they wait, too
+        asyncio.get_running_loop().call_later(0.5, ask_again, service, sampler, promise, body)
 
 
 async def resume(service: Service, run: Run) -> None:
@@ -985,7 +993,7 @@ async def training_runs(service: Service, request: Request) -> dict:
     newest = {(c.path.run_id, c.path.segment): describe(c) for c in reversed(checkpoints)}
     runs = {}
     for run_id, info in await in_thread(service.store.runs):
-        info = service.runs[run_id].info if run_id in service.runs else info
+        info |= service.runs[run_id].info if run_id in service.runs else {}  # after a restart it may know less
         runs[run_id] = {key: info[key] for key in ("base_model", "last_request_time", "user_metadata")} | {
             "training_run_id": run_id,
             "model_owner": "local",

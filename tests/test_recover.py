@@ -237,3 +237,45 @@ async def test_an_adapter_of_which_a_part_cannot_be_repeated_is_none(tmp_path):
     assert await rig.answer(rig.optim_step(model_id, 3)) == told
     assert "could not be repeated" in (await rig.answer(rig.forward_backward(model_id, 4)))["error"]
     rig.kill()
+
+
+@in_loop
+async def test_a_session_that_ended_in_the_middle_of_a_sample_does_not_stop_the_next_start(tmp_path):
+    """Its payload goes before its answer is there; whoever polls is told."""
+    rig = Rig(tmp_path, auto=False)
+    sampler_id = await rig.sampler(session_id := rig.session())
+    request_id = rig.sample(sampler_id, 0)
+    rig.engine.waiting[0].set_running_or_notify_cancel()  # it cannot be cancelled
+    await rig.service.end_session(rig.service.sessions[session_id])
+    rig.kill()
+    rig = Rig(tmp_path)
+    assert "ended" in (await rig.answer(request_id))["error"]
+    assert [told["request_id"] for told in rig.service.samplers[sampler_id].completions] == [request_id]
+    rig.kill()
+
+
+@in_loop
+async def test_more_samples_in_flight_than_may_wait_are_all_asked_again(tmp_path):
+    rig = Rig(tmp_path, auto=False)
+    sampler_id = await rig.sampler(rig.session())
+    request_ids = [rig.sample(sampler_id, seq_id) for seq_id in range(5)]
+    rig.kill()
+    rig = Rig(tmp_path, max_queue=3, auto=False)
+    assert len(rig.engine.waiting) == 3
+    rig.engine.auto, rig.engine.waiting = True, []
+    for request_id in request_ids[3:]:
+        assert isinstance(await rig.answer(request_id), bytes)
+    rig.kill()
+
+
+@in_loop
+async def test_the_runs_of_ended_sessions_are_listed_after_a_restart(tmp_path):
+    rig = Rig(tmp_path)
+    model_id = await rig.model(session_id := rig.session())
+    await rig.service.end_session(rig.service.sessions[session_id])
+    rig.kill()
+    rig = Rig(tmp_path)
+    request = SimpleNamespace(path_params={}, query_params={})
+    (run,) = (await server.training_runs(rig.service, request))["training_runs"]  # type: ignore
+    assert (run["training_run_id"], run["lora_rank"]) == (model_id, 4)
+    rig.kill()
