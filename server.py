@@ -182,6 +182,7 @@ class Run:
     saving: asyncio.Task | None = None
     trouble: str = "it was not created: its first request failed"  # where it is not
     shared: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # first seq_id -> those in one call, before
+    loaded: dict[int, str] = dataclasses.field(default_factory=dict)  # seq_id -> the version, before
     unsaved_s: float = 0.0  # how long a restart would compute to be where the adapter is now
     unsaved_bytes: int = 0
     state: cache.Checkpoint | None = None  # where it would begin
@@ -406,7 +407,7 @@ class Service:
             if busy := [task for task in (run.worker, run.saving) if task is not None]:
                 await asyncio.wait(busy)  # what runs may yet make an adapter or a snapshot
             await self.on_device(self.trainer.release, run.model_id)
-            for kind in ("payload", "shared", "state"):
+            for kind in ("payload", "shared", "loaded", "state"):
                 self.journal.drop(kind, run.model_id)
             if run.state is not None:
                 await in_thread(self.store.remove_snapshot, run.state)
@@ -556,7 +557,7 @@ class Service:
             return log.exception("the state of %s was not written; a restart begins before it", run.model_id)
         with self.journal.together:
             self.note("state", run.model_id, [path.name, run.info], next_seq)
-            for kind in ("payload", "shared", "state"):
+            for kind in ("payload", "shared", "loaded", "state"):
                 self.journal.drop(kind, run.model_id, below=next_seq)
         await asyncio.wrap_future(self.journal.durable())
         before, run.state, run.covered = run.state, state, next_seq
@@ -612,9 +613,12 @@ class Service:
         meta = checkpoint.meta
         self.check_base_model(request.base_model or meta["base_model"])
         check_optimizer(request.optimizer_config.type if request.optimizer_config else "adamw")
+        if run.loaded.setdefault(run.next_seq, checkpoint.folder.name) != checkpoint.folder.name:
+            raise ValueError(f"{request.path} is another version now")
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
         await self.make_room(run.session)
         await self.on_device(self.trainer.restore, run.model_id, tensors, meta, optimizer=request.optimizer)
+        self.note("loaded", run.model_id, checkpoint.folder.name, run.next_seq)
         run.unsaved_s = math.inf  # the checkpoint may be deleted: a restart shall not need it
         options = {key: meta[key] for key in ("rank", "train_attn", "train_mlp")}
         return await self.created(run, "load_weights", options) | {"path": request.path}
@@ -668,7 +672,9 @@ class Service:
         self.samplers[sampler.sampler_id] = sampler.session.samplers[sampler.sampler_id] = sampler
         name = sampler.snapshot.path.name if sampler.snapshot is not None else None
         run_id = sampler.snapshot.path.run_id if sampler.snapshot is not None else None
-        self.note("sampler", sampler.sampler_id, [sampler.session.session_id, sampler.model_path, run_id, name])
+        version = sampler.folder.name if sampler.folder is not None else None
+        given = [sampler.session.session_id, sampler.model_path, run_id, name, version]
+        self.note("sampler", sampler.sampler_id, given)
         if sampler.session.ended:  # meanwhile
             self.spawn(self.end_sampler(sampler))
 
@@ -872,6 +878,8 @@ def recover(service: Service) -> None:
                 run.pending[seq] = (promise, verb, payloads[owner, seq])
         elif kind == "shared":
             service.runs[owner].shared[seq] = given
+        elif kind == "loaded":
+            service.runs[owner].loaded[seq] = given
         elif kind == "state":
             run, path = service.runs[owner], TinkerPath(owner, cache.SNAPSHOTS, given[0])
             run.state, run.info, run.next_seq, run.covered = service.store.find(path), given[1], seq, seq
@@ -906,13 +914,17 @@ def answer_in(body: bytes) -> dict | bytes:
     return body[1:] if body[:1] == b"P" else json.loads(body)
 
 
-def reopen(service: Service, sampler: SamplingSession, run_id: str | None, name: str | None) -> SamplingSession:
+def reopen(
+    service: Service, sampler: SamplingSession, run_id: str | None, name: str | None, version: str | None
+) -> SamplingSession:
     try:
         if name is not None and run_id is not None:
             sampler.snapshot = service.store.open(TinkerPath(run_id, cache.SNAPSHOTS, name))
             sampler.folder = sampler.snapshot.folder
         elif sampler.model_path is not None:
             sampler.folder = service.open_checkpoint(sampler.model_path, ("sampler_weights",)).folder
+        if sampler.folder is not None and sampler.folder.name != version:
+            raise ValueError(f"{sampler.model_path} is another version now")
     except (ValueError, RuntimeError) as error:
         sampler.trouble = str(error)
     service.samplers[sampler.sampler_id] = sampler.session.samplers[sampler.sampler_id] = sampler

@@ -279,3 +279,27 @@ async def test_the_runs_of_ended_sessions_are_listed_after_a_restart(tmp_path):
     (run,) = (await server.training_runs(rig.service, request))["training_runs"]  # type: ignore
     assert (run["training_run_id"], run["lora_rank"]) == (model_id, 4)
     rig.kill()
+
+
+@in_loop
+async def test_a_name_that_means_another_version_now_is_not_taken_for_the_old_one(tmp_path):
+    rig = Rig(tmp_path, auto=False)
+    model_id = await rig.model(session_id := rig.session(), seed=7)
+    await rig.answer(rig.ask("save_weights_for_sampler", model_id=model_id, seq_id=1, path="a"))
+    await rig.answer(rig.ask("save_weights", model_id=model_id, seq_id=2, path="a"))
+    sampler_id = await rig.sampler(session_id, f"tinker://{model_id}/sampler_weights/a")
+    request_id = rig.sample(sampler_id, 0)
+    rig.service.write_state = lambda *_: asyncio.sleep(0)  # type: ignore  # not in time
+    load = {"path": f"tinker://{model_id}/weights/a", "optimizer": True}
+    await rig.answer(rig.ask("load_weights", model_id=model_id, seq_id=3, **load))
+    await rig.answer(rig.forward_backward(model_id, 4))
+    await rig.answer(rig.optim_step(model_id, 5))
+    for segment, verb, seq_id in (("sampler_weights", "save_weights_for_sampler", 6), ("weights", "save_weights", 7)):
+        rig.store.delete(cache.TinkerPath(model_id, segment, "a"))
+        await rig.answer(rig.ask(verb, model_id=model_id, seq_id=seq_id, path="a"))
+    rig.kill()
+    rig = Rig(tmp_path)
+    assert "another version" in (await rig.answer(request_id))["error"]
+    await rig.repeated(model_id)
+    assert "another version" in (await rig.answer(rig.forward_backward(model_id, 8)))["error"]
+    rig.kill()
