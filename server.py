@@ -560,6 +560,8 @@ class Service:
             for kind in ("payload", "shared", "loaded", "state"):
                 self.journal.drop(kind, run.model_id, below=next_seq)
         await asyncio.wrap_future(self.journal.durable())
+        if self.journal.trouble:
+            return  # a restart begins where the journal's last state is: that stays
         before, run.state, run.covered = run.state, state, next_seq
         if before is not None:
             await in_thread(self.store.remove_snapshot, before)
@@ -746,6 +748,7 @@ class Service:
             raise Gone(f"{sampler.sampler_id} was idle for an hour, and newer versions came: it is gone; {remedy}")
         sampler.last_used = time.monotonic()
         if request.seq_id not in sampler.requests:
+            self.journal.check_room()  # or it would be sampled each time that it is refused
             future = self.submit(sampler, request)  # Overloaded: 429, then the same seq_id again
             promise = sampler.requests[request.seq_id] = self.promise(
                 sampler.sampler_id, request.seq_id, body, "asample"
@@ -815,17 +818,20 @@ class Service:
         for owner in (*self.runs.values(), *self.samplers.values()):
             training = isinstance(owner, Run)
             key, covered = (owner.model_id, owner.covered) if training else (owner.sampler_id, math.inf)
+            covered = covered if not owner.session.ended else math.inf
             gone = {seq: promise for seq, promise in owner.requests.items() if old(seq, promise, covered)}
-            for seq, promise in gone.items():
-                del owner.requests[seq], self.promises[promise.request_id]
-                self.journal.drop("answer", promise.request_id)
-                self.journal.drop("request", key, seq=seq)
-            if not training and gone:
-                names = {promise.request_id for promise in gone.values()}
-                kept = [each for each in owner.completions if each["request_id"] not in names]
-                owner.forgotten, owner.completions = owner.forgotten + len(owner.completions) - len(kept), kept
-                self.journal.drop("forgotten", key)
-                self.note("forgotten", key, owner.forgotten)
+            with self.journal.together:
+                for seq, promise in gone.items():
+                    del owner.requests[seq], self.promises[promise.request_id]
+                    self.journal.drop("answer", promise.request_id)
+                    for kind in ("request", "payload"):
+                        self.journal.drop(kind, key, seq=seq)
+                if not training and gone:
+                    names = {promise.request_id for promise in gone.values()}
+                    kept = [each for each in owner.completions if each["request_id"] not in names]
+                    owner.forgotten, owner.completions = owner.forgotten + len(owner.completions) - len(kept), kept
+                    self.journal.drop("forgotten", key)
+                    self.note("forgotten", key, owner.forgotten)
 
 
 def completion(promise: Promise) -> dict:

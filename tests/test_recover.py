@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import safetensors.numpy
 from test_server import fb_body
 from tinker import types
@@ -302,4 +304,54 @@ async def test_a_name_that_means_another_version_now_is_not_taken_for_the_old_on
     assert "another version" in (await rig.answer(request_id))["error"]
     await rig.repeated(model_id)
     assert "another version" in (await rig.answer(rig.forward_backward(model_id, 8)))["error"]
+    rig.kill()
+
+
+@in_loop
+async def test_after_an_hour_the_journal_holds_no_request_and_no_result(tmp_path):
+    rig = Rig(tmp_path)
+    model_id, sampler_id = await rig.model(session_id := rig.session()), await rig.sampler(rig.session())
+    for seq_id in range(1, 4):
+        await rig.answer(rig.forward_backward(model_id, seq_id))
+        await rig.answer(rig.sample(sampler_id, seq_id))
+    await rig.service.end_session(rig.service.sessions[session_id])
+    rig.service.forget(before=time.monotonic() + 1)
+    await asyncio.wrap_future(rig.journal.durable())
+    assert not {"request", "payload", "answer"} & {record.kind for record in rig.journal.records()}
+    rig.kill()
+    rig = Rig(tmp_path)
+    assert rig.service.samplers[sampler_id].forgotten == 3
+    rig.kill()
+
+
+@in_loop
+async def test_what_is_refused_for_want_of_room_is_not_sampled(tmp_path):
+    rig = Rig(tmp_path, auto=False)
+    sampler_id = await rig.sampler(rig.session())
+    rig.journal.most_bytes = -1
+    with pytest.raises(cache.Full):
+        rig.sample(sampler_id, 0)
+    assert rig.engine.waiting == []
+    rig.kill()
+
+
+@in_loop
+async def test_the_state_that_the_journal_on_the_disk_names_stays_while_it_cannot_be_written(tmp_path):
+    rig, apply = Rig(tmp_path), cache.apply_changes
+    run = rig.service.runs[model_id := await rig.model(rig.session())]
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    try:
+        for seq_id in (1, 2):
+            run.unsaved_s = math.inf
+            await rig.answer(rig.forward_backward(model_id, seq_id))
+            await run.saving
+            cache.apply_changes = full
+        rig.kill()
+    finally:
+        cache.apply_changes = apply
+    rig = Rig(tmp_path)
+    assert (await rig.repeated(model_id))["gradient"] == 36
     rig.kill()
