@@ -583,14 +583,14 @@ class Mirror:
     """Copies of folders under an fsspec root (gs://bucket/run, or a path): what a new machine begins with.
 
         blobs/<sha256>             the bytes of files: two writers can only write the same
-        <tree>/<epoch>-<id>.json   a manifest, written last: path -> size and sha256; the newest whole one counts
+        <tree>/<epoch>-<n>.json    a manifest, written last: path -> size and sha256; the newest whole one counts
 
     Nothing that is torn, or half uploaded, is restored: a manifest carries its own sha256, and each file is checked. An
     epoch is one writer's time; an older writer that still runs cannot put itself before a newer one.
     """
 
     def __init__(self, url: str) -> None:
-        self.epoch = new_id()
+        self.epoch, self._number = new_id(), itertools.count()  # not the time: a clock may be set back
         os.environ.setdefault(
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
         )  # its probe waits 60 s where it gets no answer
@@ -614,7 +614,7 @@ class Mirror:
             sent = list(pool.map(self._send, new, new.values()))
         text = json.dumps({"sha256": _seal(entries), "files": entries})
         if text != self._published.get(tree):
-            self.files.pipe_file(f"{self.root}/{tree}/{self.epoch}-{new_id()}.json", text.encode())
+            self.files.pipe_file(f"{self.root}/{tree}/{self.epoch}-{next(self._number):012d}.json", text.encode())
             self._published[tree] = text
             for old in self._manifests(tree)[:-KEPT_MANIFESTS]:
                 self.files.rm_file(old)
@@ -629,6 +629,10 @@ class Mirror:
         total, seconds = sum(sent for sent in got if sent is not None), time.monotonic() - started
         log.info("%s: %d files, %.1f MB in %.1f s from %s", tree, len(entries), total / 1e6, seconds, self.root)
         return [name for name, sent in zip(entries, got, strict=True) if sent is None]
+
+    def follow(self, epoch: str) -> None:
+        """Be newer than that writer, whatever the clocks say."""
+        self.epoch = max(self.epoch, f"{int(epoch[:16], 16) + 1:016x}{self.epoch[16:]}")
 
     def newest_epoch(self, tree: str) -> str:
         """Whose version it is; empty: nobody's."""
@@ -763,8 +767,12 @@ class Protector:
             self.sent_bytes += self.mirror.push(tree, files)
 
     def _check_successor(self) -> None:
-        known = self._epoch_file.read_text() if self._epoch_file.exists() else ""
-        if (newest := self.mirror.newest_epoch("state")) not in ("", known, self.mirror.epoch):
+        known = self._epoch_file.read_text().split() if self._epoch_file.exists() else []
+        if (newest := self.mirror.newest_epoch("state")) in known and newest != self.mirror.epoch:
+            self.mirror.follow(newest)
+        if self.mirror.epoch not in known:  # before there is a manifest of it: a crash may come between
+            self._epoch_file.write_text(" ".join([*known[-99:], self.mirror.epoch]))
+        if newest not in ("", *known, self.mirror.epoch):
             remedy = "start from an empty state directory to restore it, or use another root"
             raise RuntimeError(f"another server has written there ({newest}), which this one does not go on: {remedy}")
 
@@ -783,10 +791,13 @@ class Protector:
         elif changes:
             (self.segments / f"{next(self._number):09d}.seg").write_bytes(pack_changes(changes))
         self._base = True
-        with contextlib.suppress(FileNotFoundError):  # something was removed meanwhile: the next second knows
-            self.sent_bytes += self.mirror.push("state", before | self._files())
-            self._epoch_file.write_text(self.mirror.epoch)
+        files = before | self._files()
+        try:
+            self.sent_bytes += self.mirror.push("state", files)
             self.protected_until, self.trouble = started, ""
+        except FileNotFoundError:
+            if all(file.exists() for file in files.values()):
+                raise  # it is the root that is not there; else something was removed meanwhile: the next second knows
 
     def _files(self) -> dict[str, Path]:
         whole = {name: file for name, file in files_under(self.root / "objects").items() if not name.startswith(STAGED)}
@@ -828,6 +839,7 @@ def restore_state(mirror: Mirror, root: Path) -> None:
     enough of it is whole.
     """
     epoch, segments = mirror.newest_epoch("state"), root / SEGMENT_FOLDER
+    shutil.rmtree(segments, ignore_errors=True)  # of a restore that was killed
     missing = set(mirror.pull("state", root))
     if f"{SEGMENT_FOLDER}/base.sqlite" in missing:
         raise RuntimeError(f"{mirror.root}: the journal's copy is damaged; move the root away to begin anew")
@@ -840,9 +852,9 @@ def restore_state(mirror: Mirror, root: Path) -> None:
             apply_changes(database, unpack_changes((root / segment).read_bytes()))
     finally:
         database.close()
-    (segments / "base.sqlite").rename(root / "journal.sqlite")
-    shutil.rmtree(segments)
     (root / "epoch").write_text(epoch)
+    (segments / "base.sqlite").rename(root / "journal.sqlite")  # last: until then it is restored once more
+    shutil.rmtree(segments)
 
 
 def pack_changes(changes: list[Change]) -> bytes:
@@ -980,7 +992,7 @@ def main(command: Command) -> int:
     elif command.action == "push" and mirror is not None:
         with Store(root):
             journal = Journal(root)
-            protector = Protector(mirror, root, journal, {})
+            protector = Protector(mirror, root, journal, {}, every_s=threading.TIMEOUT_MAX)
             protector.push_state()
             journal.close()
             print(f"{protector.sent_bytes} bytes sent to {mirror.root}")

@@ -1317,11 +1317,13 @@ def restore(mirror: cache.Mirror, store: cache.Store, folders: dict[str, Path]) 
             store.remove_garbage()
     except FileNotFoundError:
         log.info("%s has no state yet", mirror.root)
-    except OSError as error:
+    except RuntimeError:
+        raise  # what is there is damaged
+    except Exception as error:  # file systems raise whatever they like: gcsfs an Exception, for a key that has expired
         log.warning("%s cannot be read (%s): beginning without what it may hold", mirror.root, error)
     for name, folder in folders.items():
         if not folder.exists():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 mirror.pull(name, folder)
 
 

@@ -527,6 +527,74 @@ def test_a_server_that_was_replaced_stops_writing(root_url: str, tmp_path: Path)
         each.close()
 
 
+@contextlib.contextmanager
+def clock_set_back():
+    now = time.time_ns
+    time.time_ns = lambda: now() - 3600 * 10**9
+    try:
+        yield
+    finally:
+        time.time_ns = now
+
+
+def restored(root_url: str, to: Path) -> list[int]:
+    """The seq of each record that another machine would have."""
+    restore_state(Mirror(root_url), to)
+    journal = Journal(to)
+    try:
+        return [record.seq for record in journal.records()]
+    finally:
+        journal.close()
+
+
+def test_a_clock_that_is_set_back_hides_nothing_newer(root_url: str, tmp_path: Path):
+    first = Protected(tmp_path / "first", root_url)
+    first.journal.add("x", "a", 0)
+    first.journal.durable().result()
+    first.protector.push_state()
+    with clock_set_back():
+        for seq in (1, 2, 3):
+            first.journal.add("x", "a", seq)
+            first.journal.durable().result()
+            first.protector.push_state()
+        assert restored(root_url, tmp_path / "next") == [0, 1, 2, 3]
+        following = Protected(tmp_path / "next", root_url)
+        following.journal.add("x", "a", 4)
+        following.journal.durable().result()
+        following.protector.push_state()
+        following.protector.push_state()
+    with pytest.raises(RuntimeError, match="another server"):
+        first.protector.push_state()
+    assert restored(root_url, tmp_path / "last") == [0, 1, 2, 3, 4]
+    for each in (first, following):
+        each.close()
+
+
+def test_a_kill_right_after_the_first_manifest_does_not_end_the_protection(tmp_path: Path, monkeypatch):
+    killed = Protected(tmp_path / "here", str(tmp_path / "root"))
+    pipe_file = killed.protector.mirror.files.pipe_file
+    monkeypatch.setattr(killed.protector.mirror.files, "pipe_file", lambda *args: (pipe_file(*args), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        killed.protector.push_state()
+    monkeypatch.undo()
+    killed.journal.close()
+    killed.store.close()
+    again = Protected(tmp_path / "here", str(tmp_path / "root"))
+    again.protector.push_state()
+    again.close()
+
+
+def test_a_root_that_has_gone_is_said(tmp_path: Path, monkeypatch):
+    server = Protected(tmp_path / "here", str(tmp_path / "root"))
+
+    def gone(*_):
+        raise FileNotFoundError("the bucket")
+
+    monkeypatch.setattr(server.protector.mirror.files, "pipe_file", gone)
+    assert not server.protector._tried(server.protector.push_state) and "the bucket" in server.protector.trouble
+    server.close()
+
+
 def test_an_unreachable_mirror_is_said_and_caught_up_with(tmp_path: Path):
     (tmp_path / "root").write_text("not a folder")
     server = Protected(tmp_path / "here", str(tmp_path / "root"))
