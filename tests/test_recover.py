@@ -10,6 +10,7 @@ from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ class Rig:
         return (await self.answer(self.ask("create_model", **body)))["model_id"]
 
     async def sampler(self, session_id: str, model_path: str | None = None) -> str:
-        what = {"model_path": model_path} if model_path else {"base_model": "demo"}
+        what: Any = {"model_path": model_path} if model_path else {"base_model": "demo"}
         request = types.CreateSamplingSessionRequest(session_id=session_id, sampling_session_seq_id=0, **what)
         return (await self.service.create_sampling_session(request))["sampling_session_id"]
 
@@ -138,7 +139,7 @@ class Rig:
         options = {"prompt": prompt, "num_samples": 1, "sampling_params": {"max_tokens": 1}}
         return self.ask("asample", sampling_session_id=sampler_id, seq_id=seq_id, **options)
 
-    async def answer(self, request_id: str):
+    async def answer(self, request_id: str) -> Any:
         answer = await asyncio.wait_for(asyncio.shield(self.service.promises[request_id].answer), 5)
         await asyncio.sleep(0.01)  # its worker goes on
         await asyncio.wrap_future(self.journal.durable())
@@ -149,6 +150,11 @@ class Rig:
         if (worker := self.service.runs[model_id].worker) is not None:
             await asyncio.wait_for(asyncio.shield(worker), 5)
         return self.trainer.adapters[model_id]
+
+
+async def written(run: server.Run) -> None:
+    assert run.saving is not None
+    await run.saving
 
 
 def in_loop(test):
@@ -217,7 +223,7 @@ async def test_what_comes_while_the_sweeper_saves_a_state_is_not_in_it(tmp_path)
     rig.trainer.copying.set()
     await saving
     await rig.answer(request_id)
-    await run.saving
+    await written(run)
     before = rig.trainer.adapters[model_id]
     rig.kill()
     rig = Rig(tmp_path)
@@ -347,7 +353,7 @@ async def test_the_state_that_the_journal_on_the_disk_names_stays_while_it_canno
         for seq_id in (1, 2):
             run.unsaved_s = math.inf
             await rig.answer(rig.forward_backward(model_id, seq_id))
-            await run.saving
+            await written(run)
             cache.apply_changes = full
         rig.kill()
     finally:
