@@ -1081,6 +1081,31 @@ def download(service: Service, request: Request) -> Response:
 
 # ---- HTTP
 
+NO_PROJECTS = "this server has no projects: every client sees every session and checkpoint"
+ABSENT: dict[str, list[tuple[str, str]]] = {  # what else the SDK asks for: 404 and why, lest the URL seem wrong
+    NO_PROJECTS: [("PUT", "sessions/{session}/project")],
+    "sessions are not searched here: list_sessions and get_session tell of them": [("POST", "sessions/search")],
+    "this server records no traces of sessions": [("GET", "sessions/{session}/trace_export")],
+    "checkpoints are not copied here: load one into a training client and save that": [("POST", "copy_weights")],
+    "this server keeps no accounts: nothing is billed, and nothing audited": [
+        ("GET", "billing/usage/events"),
+        ("GET", "billing/usage/checkpoints/current"),
+        ("GET", "audit"),
+    ],
+    "this server issues no keys: set TINKER_API_KEY to its --api-key or, where it has none, to any tml-...": [
+        ("GET", "auth/apikey/me"),
+        ("DELETE", "auth/apikey/me"),
+    ],
+}
+
+
+def refuse(reason: str) -> Callable[[Service, Request], dict]:
+    def handler(service: Service, _: Request) -> dict:
+        raise NotFound(reason)
+
+    return handler
+
+
 CHECKPOINT = "training_runs/{run}/checkpoints/{segment}/{name}"
 # Method, path, handler, and what that takes beside the service: JSON of such a type, the body as bytes, or the Request.
 ROUTES: tuple[tuple[str, str, Callable[[Service, Any], Any], type], ...] = (
@@ -1123,6 +1148,7 @@ ROUTES: tuple[tuple[str, str, Callable[[Service, Any], Any], type], ...] = (
     ("PUT", f"{CHECKPOINT}/ttl", set_ttl, Request),
     ("GET", f"{CHECKPOINT}/external_weights_urls", external_weights_urls, Request),
     ("DELETE", CHECKPOINT, lambda s, r: in_thread(s.store.delete, named(r)), Request),
+    *((*each, refuse(reason), Request) for reason, absent in ABSENT.items() for each in absent),
 )
 
 
