@@ -1007,6 +1007,8 @@ def get_session(service: Service, request: Request) -> dict:
 
 async def training_runs(service: Service, request: Request) -> dict:
     """Every run that ever had an adapter, newest first; or the one that the path names."""
+    if "project_id" in request.query_params:
+        raise ValueError(f"project_id: {NO_PROJECTS}; leave it out")
     checkpoints = await in_thread(service.store.list)
     newest = {(c.path.run_id, c.path.segment): describe(c) for c in reversed(checkpoints)}
     runs = {}

@@ -738,6 +738,11 @@ def test_a_session_lists_its_runs_and_samplers(server, service):
     assert (session.training_run_ids, session.sampler_ids) == ([client.model_id], [sampler_id])
 
 
+def test_runs_of_one_project_cannot_be_listed_for_there_are_no_projects(server):
+    with pytest.raises(tinker.BadRequestError, match="no projects"):
+        rest(server).list_training_runs(project_id="mine").result()
+
+
 def test_external_weights_are_downloaded_by_links_that_need_no_key(server, service, tmp_path):
     client = new_adapter(service)
     saved = client.save_weights_external("peft").result()
