@@ -416,6 +416,52 @@ def test_every_bad_request_is_the_users_own_error_and_disturbs_nobody(service):
     assert train(neighbour) == expected
 
 
+@pytest.mark.parametrize("chunk", [IMAGE, types.DmelChunk(dmel=b"x")], ids=lambda chunk: chunk.type)
+def test_pictures_and_sound_are_refused_by_every_verb_that_takes_a_prompt(service, chunk):
+    client, sampler = new_adapter(service), service.create_sampling_client(base_model="demo").result()
+    given = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=TOKENS), chunk])
+    one = types.Datum(model_input=given, loss_fn_inputs=datum().loss_fn_inputs)
+    for call in (client.forward_backward, client.forward):
+        refused(call([one], "cross_entropy"), r"data\[0\].model_input: .*images are not supported: text tokens only")
+    for call in (lambda: sampler.sample(given, 1, GREEDY), lambda: sampler.compute_logprobs(given)):
+        with pytest.raises(tinker.BadRequestError, match=r"prompt.*images are not supported: text tokens only"):
+            call().result()
+
+
+def test_an_optimizer_that_is_not_adamw_is_refused_wherever_it_can_be_asked_for(service):
+    muon = dict(match="optimizer 'muon' is not supported; this server has adamw")
+    client, params = new_adapter(service), types.optimizer.OptimParamsBase(type="muon", lr=0.1)
+    config, path = types.optimizer.OptimizerConfigBase(type="muon"), client.save_state("adamw").result().path
+    refused(service.create_lora_training_client("demo", optimizer=config), **muon)
+    refused(service.create_training_client_from_state(path, optimizer=config), **muon)
+    refused(client.optim_step(params), **muon)
+
+
+def test_a_base_model_that_is_not_served_is_refused_by_a_message_that_names_the_one_that_is(service):
+    message = "base_model 'llama' is not served here; this server has 'demo'"
+    path = new_adapter(service).save_state("of-demo").result().path
+    refused(service.create_lora_training_client("llama"), message)
+    refused(service.create_training_client_from_state(path, base_model="llama"), message)
+    for where in (dict(base_model="llama"), dict(base_model="llama", model_path=path)):
+        with pytest.raises(tinker.BadRequestError, match=message):
+            service.create_sampling_client(**where).result()
+
+
+def test_a_rank_above_the_servers_is_refused_by_a_message_that_names_its_own(service):
+    refused(service.create_lora_training_client("demo", rank=33), r"rank is 33; this server takes 1\.\.32 .*--max-rank")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_train_unembed_is_accepted_and_reported_as_not_trained(server, service, asked):
+    client = new_adapter(service, train_unembed=asked)  # true is the SDK's default
+    train(client)
+    for saved in (client.save_state("x"), client.save_weights_for_sampler("x"), client.save_weights_external("x")):
+        info = rest(server).get_weights_info_by_tinker_path(saved.result().path).result()
+        assert (info.train_mlp, info.train_attn, info.train_unembed) == (True, True, False)
+    told = f"{client.model_id}: train_unembed is accepted, but the unembedding is not trained"
+    assert (told in server.log.read_text()) == asked
+
+
 @pytest.mark.parametrize("field, value", [("learning_rate", 1e39), ("beta1", 1 - 1e-9), ("beta2", 1 - 1e-9),
                                           ("eps", 1e-40), ("weight_decay", 1e39)])  # fmt: skip
 def test_a_number_that_is_out_of_range_only_in_float32_is_refused_too(service, field, value):
