@@ -393,6 +393,10 @@ class Store:
 # ---- the journal
 
 
+# Of a session, a run (an adapter in training) or a sampler, which own their requests; a request owns its "answer".
+KINDS = "session", "end", "run", "state", "shared", "loaded", "sampler", "retired", "forgotten", "request", "payload"
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     kind: str

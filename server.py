@@ -314,8 +314,8 @@ class Service:
                 for group in await self.take_forward_backwards(run):
                     await self.share_tiles(run, group)
             else:
-                await self.execute(run, promise, verb, body)
                 del run.pending[run.next_seq]
+                await self.execute(run, promise, verb, body)
                 run.next_seq += 1
             run.unsaved_s += time.monotonic() - started
             self.save_state(run)
@@ -742,7 +742,7 @@ class Service:
         sampler = find(self.samplers, request.sampling_session_id, "sampling session")
         sampler.session.check_alive()
         if sampler.trouble:
-            raise RuntimeError(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble}")
+            raise Gone(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble}")
         if sampler.retired:
             remedy = "save_weights_for_sampler(name) makes one that stays"
             raise Gone(f"{sampler.sampler_id} was idle for an hour, and newer versions came: it is gone; {remedy}")
@@ -832,6 +832,14 @@ class Service:
                     owner.forgotten, owner.completions = owner.forgotten + len(owner.completions) - len(kept), kept
                     self.journal.drop("forgotten", key)
                     self.note("forgotten", key, owner.forgotten)
+        for session in [session for session in self.sessions.values() if session.ended]:
+            keys = [session.session_id, *session.runs, *session.samplers]
+            if not any(owner.requests for owner in (*session.runs.values(), *session.samplers.values())):
+                with self.journal.together:
+                    for kind, key in itertools.product(cache.KINDS, keys):
+                        self.journal.drop(kind, key)
+                for table, key in itertools.product((self.sessions, self.runs, self.samplers), keys):
+                    table.pop(key, None)
 
 
 def completion(promise: Promise) -> dict:
@@ -1363,7 +1371,7 @@ def watch_for_preemption(address: str | None) -> None:
     address = address if address is not None else "http://metadata.google.internal"
     url = f"{address}/computeMetadata/v1/instance/preempted"
     while True:
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             if httpx.get(url, headers={"Metadata-Flavor": "Google"}, timeout=5).text.strip() == "TRUE":
                 log.warning("this machine is about to be preempted")
                 return os.kill(os.getpid(), signal.SIGTERM)
