@@ -102,8 +102,11 @@ class Life:
     def __init__(self, session_id: str):
         self.session_id, self.model_id = session_id, f"{session_id}:train:0"
 
+    def seq(self, i: int) -> int:
+        return i - self.VERBS[:i].count("sample")
+
     def ask(self, service: Service, i: int) -> dict:
-        verb, seq, model_id = self.VERBS[i], i, self.model_id
+        verb, seq, model_id = self.VERBS[i], self.seq(i), self.model_id
         before = self.VERBS[:i].count(verb)
         if verb == "create":
             config = {"rank": 4, "train_unembed": False}  # no seed: the server chooses one
@@ -193,7 +196,7 @@ def test_a_saved_state_takes_the_place_of_what_led_to_it(engines, crashes, tmp_p
         await run.worker
         await run.saving
         await durable(service)
-        assert run.covered == run.next_seq == i + 1
+        assert run.covered == run.next_seq == life.seq(i) + 1
         payloads = [
             record for record in service.journal.records() if (record.kind, record.owner) == ("payload", life.model_id)
         ]
@@ -217,7 +220,7 @@ def test_what_is_an_hour_old_is_forgotten_and_an_ended_session_leaves_nothing(en
         service.forget(before=time.monotonic() + 1)
         await durable(service)
         kinds = [record.kind for record in service.journal.records()]
-        assert kinds.count("answer") == kinds.count("request") == len(run.requests) and run.covered == run.next_seq
+        assert kinds.count("answer") == kinds.count("request") == len(run.requests) == run.next_seq - run.covered < 9
         with pytest.raises(Gone, match="no longer kept"):
             life.ask(service, 1)
         assert service.samplers[f"{life.session_id}:sample:0"].forgotten == 1
