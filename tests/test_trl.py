@@ -92,7 +92,7 @@ def run(state_dir, tmp_path_factory):
 
 def test_it_trains_to_the_end(run):
     assert run.code == 0 and len(run.steps) == STEPS
-    assert all(step["grad_norm"] > 0 for step in run.steps)
+    assert sum(step["grad_norm"] > 0 for step in run.steps) > STEPS / 2  # where all rewards are equal it is 0
     assert not any(step.get("rollout/vllm_retry_total") for step in run.steps)  # no request had to come twice
 
 
