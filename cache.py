@@ -949,6 +949,8 @@ def _take_lock(file: Path) -> IO[str]:
 
 def inspect(root: Path) -> tuple[list[str], int]:
     """(what a state directory holds, a line each; how many parts of it are damaged). RuntimeError: it is in use."""
+    if not (root / "objects").is_dir():
+        raise ValueError(f"--state-dir is {root}: there is no state directory")
     lines, bad = [], 0
     with Store(root) as store:
         for file in sorted(store.manifest_files()):

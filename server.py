@@ -741,13 +741,13 @@ class Service:
         request = wire.decode_sample(body)
         sampler = find(self.samplers, request.sampling_session_id, "sampling session")
         sampler.session.check_alive()
-        if sampler.trouble:
-            raise Gone(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble}")
-        if sampler.retired:
-            remedy = "save_weights_for_sampler(name) makes one that stays"
-            raise Gone(f"{sampler.sampler_id} was idle for an hour, and newer versions came: it is gone; {remedy}")
         sampler.last_used = time.monotonic()
         if request.seq_id not in sampler.requests:
+            if sampler.trouble:
+                raise Gone(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble}")
+            if sampler.retired:
+                remedy = "save_weights_for_sampler(name) makes one that stays"
+                raise Gone(f"{sampler.sampler_id} was idle for an hour, and newer versions came: it is gone; {remedy}")
             self.journal.check_room()  # or it would be sampled each time that it is refused
             future = self.submit(sampler, request)  # Overloaded: 429, then the same seq_id again
             promise = sampler.requests[request.seq_id] = self.promise(

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from cache import (
     SEGMENTS,
     Checkpoint,
+    Command,
     Full,
     Journal,
     Mirror,
@@ -37,6 +38,7 @@ from cache import (
     check_folder,
     check_name,
     files_under,
+    main,
     new_id,
     restore_state,
     seal_folder,
@@ -621,6 +623,28 @@ def test_a_cached_file_that_is_not_as_it_was_sealed_is_removed(tmp_path: Path):
     (tmp_path / ".sealed.json").write_text("{}")
     assert check_folder(tmp_path) == 2
     assert check_folder(tmp_path / "nowhere") == 0
+
+
+def test_what_a_state_directory_holds_is_told_and_what_is_damaged_in_it(tmp_path: Path, capsys: pytest.CaptureFixture):
+    with pytest.raises(ValueError, match="no state directory"):
+        main(Command(action="status", state_dir=tmp_path / "mistyped"))
+    assert not (tmp_path / "mistyped").exists()
+    here = Protected(tmp_path / "here", str(tmp_path / "root"))
+    kept, torn = (here.store.write(path, NEW, meta={}) for path in (A, B))
+    here.journal.add("session", "0123abcd", 0, b"[null, null]")
+    here.journal.add("run", RUN, 0, b'["0123abcd", {}]')
+    here.journal.add("request", RUN, 1, b"optim_step r1")
+    here.close()
+    mirror = dict(mirror=str(tmp_path / "root"))
+    assert main(Command(action="push", state_dir=tmp_path / "here", **mirror)) == 0
+    assert main(Command(action="restore", state_dir=tmp_path / "there", **mirror)) == 0
+    told = capsys.readouterr().out
+    assert str(A) in told and "1 sessions that have not ended" in told and "1 waiting ['optim_step']" in told
+    (torn.folder / "extra").write_bytes(b"?")
+    assert main(Command(action="status", state_dir=tmp_path / "here")) == 1
+    assert f"DAMAGED: {torn.folder / 'extra'}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--mirror is unset"):
+        main(Command(action="push", state_dir=tmp_path / "here"))
 
 
 # Time to live
