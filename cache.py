@@ -595,9 +595,7 @@ class Mirror:
 
     def __init__(self, url: str) -> None:
         self.epoch, self._number = new_id(), itertools.count()  # not the time: a clock may be set back
-        os.environ.setdefault(
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
-        )  # its probe waits 60 s where it gets no answer
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # a probe that waits 60 s for a plain host
         import fsspec
 
         self.files, self.root = fsspec.core.url_to_fs(url, **({"auto_mkdir": True} if "://" not in url else {}))
