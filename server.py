@@ -776,6 +776,8 @@ class Service:
         try:
             promise.resolve(await in_thread(wire.encode_sample, await asyncio.wrap_future(future)))
         except asyncio.CancelledError:
+            if self.closing.done():
+                raise  # not the client has cancelled it: the next process samples it
             promise.fail(Gone("cancelled"))
         except Exception as error:
             promise.fail(error)

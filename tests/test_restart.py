@@ -260,3 +260,21 @@ def test_a_snapshot_that_is_damaged_is_not_sampled(engines, crashes, tmp_path):
             crashes.life.ask(service, 6)
 
     serve(engines, root, work)
+
+
+def test_a_sample_in_flight_at_the_servers_end_is_not_answered_but_sampled_by_the_next(engines, crashes, tmp_path):
+    root = shutil.copytree(crashes.folder / "answered-5", tmp_path / "state")
+
+    async def ended(service: Service):
+        accepted = crashes.life.ask(service, 6)
+        await asyncio.sleep(0)  # it is under way
+        service.closing.set_result(None)  # as uvicorn's end does, and then asyncio's
+        tasks = list(service.background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await durable(service)
+        assert accepted["request_id"] not in {record.owner for record in service.journal.records()}
+
+    serve(engines, root, ended)
+    assert serve(engines, root, crashes.life.all_answers) == crashes.answers
