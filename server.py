@@ -1299,13 +1299,17 @@ def build(config: ServerConfig, store: cache.Store, journal: cache.Journal) -> S
 
 
 def cache_folders(config: ServerConfig) -> dict[str, Path]:
-    """Folders whose loss costs time alone: compiled programs, the demo model, weights from a hub."""
-    folders = {name: config.state_dir / name for name in ("xla", "vllm/xla", "models")}
+    """Our own, whose loss costs time alone: compiled programs, the demo model."""
+    return {name: config.state_dir / name for name in ("xla", "vllm/xla", "models")}
+
+
+def hub_folder(config: ServerConfig) -> dict[str, Path]:
+    """Weights from a hub: mirrored, too; but the folder is the user's, and nothing is sealed or removed there."""
     if "/" in config.model.model and not Path(config.model.model).exists():
         from huggingface_hub import constants
 
-        folders["hf"] = Path(constants.HF_HUB_CACHE) / f"models--{config.model.model.replace('/', '--')}"
-    return folders
+        return {"hf": Path(constants.HF_HUB_CACHE) / f"models--{config.model.model.replace('/', '--')}"}
+    return {}
 
 
 def main(config: ServerConfig) -> None:
@@ -1315,10 +1319,10 @@ def main(config: ServerConfig) -> None:
     config.state_dir.mkdir(parents=True, exist_ok=True)
     mirror = cache.Mirror(config.mirror) if config.mirror is not None else None
     store = cache.Store(config.state_dir)
-    folders = cache_folders(config)
+    folders = cache_folders(config) | hub_folder(config)
     if mirror is not None:
         restore(mirror, store, folders)
-    for folder in folders.values():
+    for folder in cache_folders(config).values():
         if bad := cache.check_folder(folder):
             log.warning("%s: %d files are damaged or new, and will be made again", folder, bad)
             if folder.name == "models":  # it is all there, or written anew

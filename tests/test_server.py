@@ -924,6 +924,16 @@ def test_a_port_or_a_folder_that_is_taken_is_one_line_at_once(server):
         assert "Traceback" not in ended.stderr and "loading" not in ended.stderr
 
 
+def test_only_folders_of_the_servers_own_are_checked_and_cleared_never_the_users_weights(tmp_path):
+    from model import ModelConfig
+    from server import ServerConfig, cache_folders, hub_folder
+
+    config = ServerConfig(model=ModelConfig(model="Qwen/Qwen3-0.6B"), state_dir=tmp_path)
+    assert all(folder.is_relative_to(tmp_path) for folder in cache_folders(config).values())
+    assert [folder.name for folder in hub_folder(config).values()] == ["models--Qwen--Qwen3-0.6B"]
+    assert hub_folder(ServerConfig(state_dir=tmp_path)) == {}
+
+
 def test_a_session_that_ends_while_its_adapter_is_loaded_gives_its_place_back(service, http):
     path = new_adapter(service).save_state("loaded").result().path
     for _ in range(7):
