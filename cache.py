@@ -372,7 +372,7 @@ class Store:
     def _put_sealed(self, file: Path, record: dict[str, Any], *, sync: bool = True) -> None:
         """Write the record with its sha256: after a crash, `file` holds the old text or the new one."""
         staged = self.root / "manifest.tmp"  # one name is enough: the mutex is held
-        staged.write_text(json.dumps({"sha256": _seal(record), **record}, indent=1))
+        staged.write_text(_sealed(record))
         if sync:
             _fsync(staged)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -614,7 +614,7 @@ class Mirror:
         new = {entry["sha256"]: files[name] for name, entry in entries.items() if not self._has(entry)}
         with ThreadPoolExecutor(TRANSFERS) as pool:
             sent = list(pool.map(self._send, new, new.values()))
-        text = json.dumps({"sha256": _seal(entries), "files": entries})
+        text = _sealed({"files": entries})
         if text != self._published.get(tree):
             self.files.pipe_file(f"{self.root}/{tree}/{self.epoch}-{next(self._number):012d}.json", text.encode())
             self._published[tree] = text
@@ -649,12 +649,10 @@ class Mirror:
 
     def _read(self, name: str) -> dict[str, dict[str, Any]] | None:
         try:
-            manifest = json.loads(self.files.cat_file(name))
-            if manifest["sha256"] == _seal(manifest["files"]):
-                return manifest["files"]
-        except (ValueError, LookupError, TypeError):
-            pass
-        log.warning("%s is damaged: an older one counts", name)
+            return _unsealed(self.files.cat_file(name))["files"]
+        except ValueError as error:
+            log.warning("%s is damaged (%s): an older one counts", name, error)
+            return None
 
     def collect_garbage(self, *, older_than_s: float = 24 * 3600) -> int:
         """Remove the blobs that no manifest names, unless somebody may yet name them; how many there were."""
@@ -817,16 +815,15 @@ def files_under(folder: Path) -> dict[str, Path]:
 def seal_folder(folder: Path) -> None:
     """Note what each of its files is."""
     entries = {name: _found(file) for name, file in files_under(folder).items() if file.name != SEAL}
-    (folder / f"{SEAL}.tmp").write_text(json.dumps({"sha256": _seal(entries), "files": entries}))
+    (folder / f"{SEAL}.tmp").write_text(_sealed({"files": entries}))
     os.replace(folder / f"{SEAL}.tmp", folder / SEAL)
 
 
 def check_folder(folder: Path) -> int:
     """Remove each file that is not what `seal_folder` noted; how many there were. They are made, or fetched, again."""
     try:
-        sealed = json.loads((folder / SEAL).read_bytes())
-        entries = sealed["files"] if sealed["sha256"] == _seal(sealed["files"]) else {}
-    except (OSError, ValueError, LookupError, TypeError):
+        entries = _read_sealed(folder / SEAL)["files"]
+    except RuntimeError:
         entries = {}
     bad = [
         file for name, file in files_under(folder).items() if file.name != SEAL and entries.get(name) != _found(file)
@@ -896,18 +893,31 @@ def _verify(checkpoint: Checkpoint) -> None:
             raise RuntimeError(f"{file} is damaged: {found}, not {entry}; restore it, or delete {checkpoint.path}")
 
 
+def _sealed(record: dict[str, Any]) -> str:
+    """The record as text, with its sha256."""
+    return json.dumps({"sha256": _seal(record), **record}, indent=1)
+
+
+def _unsealed(text: bytes) -> dict[str, Any]:
+    """The record; ValueError: it is not as it was written."""
+    try:
+        record = json.loads(text)
+        if record.pop("sha256") == _seal(record):
+            return record
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no sealed record: {error!r}") from error
+    raise ValueError("its sha256 does not match")
+
+
 def _seal(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
 
 def _read_sealed(file: Path) -> dict[str, Any]:
     try:
-        record = json.loads(file.read_bytes())
-        if record.pop("sha256") != _seal(record):
-            raise ValueError("its sha256 does not match")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return _unsealed(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise RuntimeError(f"{file} is damaged ({error}): restore it, or remove it to forget what it names") from error
-    return record
 
 
 def _read_all[T](read: Callable[[Path], T], files: Iterable[Path]) -> Iterator[T]:
