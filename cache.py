@@ -611,7 +611,8 @@ class Mirror:
         if self._sizes is None:
             found = self.files.find(f"{self.root}/blobs", detail=True)
             self._sizes = {name.rpartition("/")[2]: info["size"] for name, info in found.items()}
-        new = {entry["sha256"]: files[name] for name, entry in entries.items() if not self._has(entry)}
+        there = self._sizes
+        new = {e["sha256"]: files[name] for name, e in entries.items() if there.get(e["sha256"]) != e["bytes"]}
         with ThreadPoolExecutor(TRANSFERS) as pool:
             sent = list(pool.map(self._send, new, new.values()))
         text = _sealed({"files": entries})
@@ -664,6 +665,8 @@ class Mirror:
         for name in old:
             self.files.rm_file(name)
         self._sizes = None
+        for file in [file for file in list(self._digests) if not file.exists()]:
+            self._digests.pop(file, None)
         return len(old)
 
     def _manifests(self, tree: str) -> list[str]:
@@ -676,9 +679,6 @@ class Mirror:
         if file not in self._digests or self._digests[file][0] != stamp:
             self._digests[file] = stamp, _found(file)
         return self._digests[file][1]
-
-    def _has(self, entry: dict[str, Any]) -> bool:
-        return self._sizes is not None and self._sizes.get(entry["sha256"]) == entry["bytes"]
 
     def _send(self, digest: str, file: Path) -> int:
         self.files.put_file(str(file), f"{self.root}/blobs/{digest}")
@@ -712,24 +712,22 @@ class Protector:
     it names, so that a manifest is one moment of the whole. `caches`: other trees, for folders whose files only come.
     """
 
-    def __init__(
-        self, mirror: Mirror, root: Path, journal: Journal, caches: Mapping[str, Path], *, every_s: float = EVERY_S
-    ) -> None:
-        self.mirror, self.root, self.journal, self.caches = mirror, root, journal, caches
+    def __init__(self, mirror: Mirror, root: Path, journal: Journal, caches: Mapping[str, Path]) -> None:
+        self.mirror, self.root, self.journal = mirror, root, journal
         self.segments = root / SEGMENT_FOLDER
         self.trouble, self.sent_bytes, self.protected_until = "", 0, 0.0
         self._closing, self._base, self._number = threading.Event(), False, itertools.count()
         self._epoch_file = root / "epoch"
         shutil.rmtree(self.segments, ignore_errors=True)
         self.segments.mkdir()
+        repeated: list[tuple[Callable[[], object], float]] = [(self.push_state, EVERY_S)]
+        repeated += [(functools.partial(self.push_cache, *cache), CACHES_EVERY_S) for cache in caches.items()]
+        repeated += [(functools.partial(mirror.collect_garbage, older_than_s=GARBAGE_S), GARBAGE_S)]
+        self.threads = [
+            threading.Thread(target=self._repeat, args=each, name="mirror", daemon=True) for each in repeated
+        ]
 
-        push = self.push_state
-        self.threads = [threading.Thread(target=self._repeat, args=(push, every_s), name="mirror", daemon=True)]
-        for tree, folder in caches.items():
-            push = functools.partial(self.push_cache, tree, folder)
-            self.threads.append(threading.Thread(target=self._repeat, args=(push, CACHES_EVERY_S), daemon=True))
-        collect = functools.partial(mirror.collect_garbage, older_than_s=GARBAGE_S)
-        self.threads.append(threading.Thread(target=self._repeat, args=(collect, GARBAGE_S), daemon=True))
+    def start(self) -> None:
         for thread in self.threads:
             thread.start()
 
@@ -746,7 +744,8 @@ class Protector:
         last.join(timeout_s)
 
     def _finish(self) -> None:
-        self.threads[0].join()
+        if self.threads[0].is_alive():
+            self.threads[0].join()
         self._tried(self.push_state)
 
     def _tried(self, push: Callable[[], object]) -> bool:
@@ -844,7 +843,8 @@ def restore_state(mirror: Mirror, root: Path) -> None:
         raise RuntimeError(f"{mirror.root}: the journal's copy is damaged; move the root away to begin anew")
     database = sqlite3.connect(segments / "base.sqlite", isolation_level=None)
     try:
-        for segment in sorted(name for name in mirror.newest("state") if name.endswith(".seg")):
+        found = {f"{SEGMENT_FOLDER}/{file.name}" for file in segments.glob("*.seg")}
+        for segment in sorted(found | {name for name in missing if name.endswith(".seg")}):
             if segment in missing:
                 log.warning("what came after %s is lost", segment)
                 break
@@ -1006,7 +1006,7 @@ def main(command: Command) -> int:
     elif command.action == "push" and mirror is not None:
         with Store(root):
             journal = Journal(root)
-            protector = Protector(mirror, root, journal, {}, every_s=threading.TIMEOUT_MAX)
+            protector = Protector(mirror, root, journal, {})
             protector.push_state()
             journal.close()
             print(f"{protector.sent_bytes} bytes sent to {mirror.root}")

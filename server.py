@@ -672,11 +672,9 @@ class Service:
 
     def add_sampler(self, sampler: SamplingSession) -> None:
         self.samplers[sampler.sampler_id] = sampler.session.samplers[sampler.sampler_id] = sampler
-        name = sampler.snapshot.path.name if sampler.snapshot is not None else None
         run_id = sampler.snapshot.path.run_id if sampler.snapshot is not None else None
-        version = sampler.folder.name if sampler.folder is not None else None
-        given = [sampler.session.session_id, sampler.model_path, run_id, name, version]
-        self.note("sampler", sampler.sampler_id, given)
+        version = sampler.folder.name if sampler.folder is not None else None  # a snapshot's name, too
+        self.note("sampler", sampler.sampler_id, [sampler.session.session_id, sampler.model_path, run_id, version])
         if sampler.session.ended:  # meanwhile
             self.spawn(self.end_sampler(sampler))
 
@@ -930,12 +928,10 @@ def answer_in(body: bytes) -> dict | bytes:
     return body[1:] if body[:1] == b"P" else json.loads(body)
 
 
-def reopen(
-    service: Service, sampler: SamplingSession, run_id: str | None, name: str | None, version: str | None
-) -> SamplingSession:
+def reopen(service: Service, sampler: SamplingSession, run_id: str | None, version: str | None) -> SamplingSession:
     try:
-        if name is not None and run_id is not None:
-            sampler.snapshot = service.store.open(TinkerPath(run_id, cache.SNAPSHOTS, name))
+        if run_id is not None and version is not None:
+            sampler.snapshot = service.store.open(TinkerPath(run_id, cache.SNAPSHOTS, version))
             sampler.folder = sampler.snapshot.folder
         elif sampler.model_path is not None:
             sampler.folder = service.open_checkpoint(sampler.model_path, ("sampler_weights",)).folder
@@ -1331,6 +1327,7 @@ def main(config: ServerConfig) -> None:
     service = build(config, store, journal)
     if mirror is not None:
         service.protector = cache.Protector(mirror, store.root, journal, folders)
+        service.protector.start()
     url, key = f"http://{config.host}:{sock.getsockname()[1]}", "<yours>" if config.api_key else "tml-any"
     log.info("ready in %.0f s: TINKER_BASE_URL=%s TINKER_API_KEY=%s", time.monotonic() - started, url, key)
     options = uvicorn.Config(application(service), log_level="warning", timeout_graceful_shutdown=2, lifespan="on")

@@ -487,7 +487,7 @@ class Protected:
 
     def __init__(self, root: Path, url: str):
         self.store, self.journal = Store(root), Journal(root)
-        self.protector = Protector(Mirror(url), root, self.journal, {}, every_s=1e9)
+        self.protector = Protector(Mirror(url), root, self.journal, {})
 
     def close(self) -> None:
         self.journal.close()
