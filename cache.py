@@ -233,7 +233,7 @@ class Store:
 
     def _occupant(self, path: TinkerPath, overwrite: bool) -> Checkpoint | None:
         with self._mutex:
-            old = self._find(path)
+            old = self.find(path)
         if old is not None and not overwrite:
             raise ValueError(f"checkpoint {path} exists: choose another name or overwrite=True")
         return old
@@ -263,10 +263,6 @@ class Store:
                 self._verified.add(checkpoint.folder.name)
             return checkpoint
 
-    def find(self, path: TinkerPath) -> Checkpoint | None:
-        """As it says that it is, its bytes unchecked; None: there is none."""
-        return self._find(path)
-
     def delete(self, path: TinkerPath) -> None:
         with self._mutex:
             self._remove(self._known(path))
@@ -289,14 +285,14 @@ class Store:
             return len(expired)
 
     def _known(self, path: TinkerPath) -> Checkpoint:
-        checkpoint = self._find(path)
+        checkpoint = self.find(path)
         if checkpoint is None:
             known = [str(other.path) for other in self.list(path.run_id)]
             newest = ", ".join(known[:5]) or "none; save one first"
             raise ValueError(f"unknown checkpoint {path}: its run has {len(known)}, newest first: {newest}")
         return checkpoint
 
-    def _find(self, path: TinkerPath) -> Checkpoint | None:
+    def find(self, path: TinkerPath) -> Checkpoint | None:
         """The checkpoint under `path`; an expired one is removed and does not count."""
         file = self._manifest_file(path)
         checkpoint = self.read_manifest(file) if file.exists() else None

@@ -814,12 +814,11 @@ class Service:
 
     def forget(self, *, before: float) -> None:
         """Results that were there earlier, as long as no restart needs to know of them."""
-        old = lambda seq, promise, covered: promise.finished_at < before and seq < covered
         for owner in (*self.runs.values(), *self.samplers.values()):
             training = isinstance(owner, Run)
             key, covered = (owner.model_id, owner.covered) if training else (owner.sampler_id, math.inf)
             covered = covered if not owner.session.ended else math.inf
-            gone = {seq: promise for seq, promise in owner.requests.items() if old(seq, promise, covered)}
+            gone = {seq: p for seq, p in owner.requests.items() if p.finished_at < before and seq < covered}
             with self.journal.together:
                 for seq, promise in gone.items():
                     del owner.requests[seq], self.promises[promise.request_id]
@@ -867,9 +866,31 @@ def peft_files(tensors: dict, config: dict) -> dict[str, cache.Content]:
 def recover(service: Service) -> None:
     """Everybody's sessions, requests and results are there again; what was not finished goes on, in the background."""
     records, service.records = service.records, []
-    answers = {record.owner: record.body for record in records if record.kind == "answer"}
     payloads = {(record.owner, record.seq): record.body for record in records if record.kind == "payload"}
+    remember_all(service, records, payloads)
+    held = [run.state for run in service.runs.values() if not run.session.ended]
+    held += [each.snapshot for each in service.samplers.values() if not (each.retired or each.session.ended)]
+    service.store.keep_snapshots({each.path.name for each in held if each is not None})
+    for run in service.runs.values():
+        if not run.session.ended:
+            run.worker = service.spawn(resume(service, run))
+            continue
+        for promise in run.requests.values():  # those that the end itself was about to answer
+            if not promise.answer.done():
+                promise.fail(Gone(f"session {run.session.session_id} has ended"))
+    for sampler in service.samplers.values():
+        for seq, promise in sampler.requests.items():
+            if not promise.answer.done():
+                ask_again(service, sampler, promise, payloads.get((sampler.sampler_id, seq)))
+    if records:
+        log.info("%d sessions go on", sum(not session.ended for session in service.sessions.values()))
+
+
+def remember_all(service: Service, records: list[cache.Record], payloads: dict[tuple[str, int], bytes]) -> None:
+    """The journal's records, in their order, as what they were made of."""
+    answers = {record.owner: record.body for record in records if record.kind == "answer"}
     owners: dict[str, Run | SamplingSession] = {}
+    asked: dict[str, Run | SamplingSession] = {}  # by request id
     for record in records:
         kind, owner, seq = record.kind, record.owner, record.seq
         given: Any = json.loads(record.body) if kind not in ("request", "payload", "answer") else None
@@ -887,7 +908,7 @@ def recover(service: Service) -> None:
             promise = Promise(request_id)
             if request_id in answers:
                 promise.resolve(answer_in(answers[request_id]))
-            owners[owner].requests[seq] = service.remember(promise)
+            owners[owner].requests[seq], asked[request_id] = service.remember(promise), owners[owner]
             if isinstance(run := owners[owner], Run) and (owner, seq) in payloads:
                 run.pending[seq] = (promise, verb, payloads[owner, seq])
         elif kind == "shared":
@@ -901,27 +922,9 @@ def recover(service: Service) -> None:
             service.samplers[owner].retired = True
         elif kind == "forgotten":
             service.samplers[owner].forgotten = given
-    held = [run.state for run in service.runs.values() if not run.session.ended]
-    held += [each.snapshot for each in service.samplers.values() if not (each.retired or each.session.ended)]
-    service.store.keep_snapshots({each.path.name for each in held if each is not None})
-    finished = [service.promises[record.owner] for record in records if record.kind == "answer"]
-    of_sampler = {id(p): sampler for sampler in service.samplers.values() for p in sampler.requests.values()}
-    for promise in finished:
-        if id(promise) in of_sampler:
-            of_sampler[id(promise)].completions.append(completion(promise))
-    for run in service.runs.values():
-        if not run.session.ended:
-            run.worker = service.spawn(resume(service, run))
-            continue
-        for promise in run.requests.values():  # those that the end itself was about to answer
-            if not promise.answer.done():
-                promise.fail(Gone(f"session {run.session.session_id} has ended"))
-    for sampler in service.samplers.values():
-        for seq, promise in sampler.requests.items():
-            if not promise.answer.done():
-                ask_again(service, sampler, promise, payloads.get((sampler.sampler_id, seq)))
-    if records:
-        log.info("%d sessions go on", sum(not session.ended for session in service.sessions.values()))
+    for request_id in answers:  # in the order in which they came
+        if isinstance(sampler := asked.get(request_id), SamplingSession):
+            sampler.completions.append(completion(service.promises[request_id]))
 
 
 def answer_in(body: bytes) -> dict | bytes:
