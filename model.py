@@ -11,6 +11,8 @@ Invariants
      that it does not train. Their gradients are zero too, so they stay so: no mask is needed anywhere.
   4. Names, transposes, head layouts and pre-scaled kernels are read off MaxText's import hooks, not written again.
      `check_peft` holds what comes of them against the weight files alone.
+  5. What MaxText makes of a configuration is kept as plain data, and the programs as executables: a process that finds
+     both neither imports it nor traces anything, and is ready in 8 s of CPU instead of 52 (the demo model).
 
 Left out: mixture of experts, multimodal inputs, training of the unembedding.
 Run: `uv run model.py demo` writes the demo model as a Hugging Face directory; `uv run model.py parity MODEL` says at
@@ -20,24 +22,30 @@ Read first: maxtext/checkpoint_conversion/utils/param_mapping.py (names), qwix's
 
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import json
 import logging
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
@@ -57,6 +65,9 @@ FAMILIES = {
 }
 LLAMA31_ROPE = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 PEFT_KEY = re.compile(r"base_model\.model\.(.+\.(?:[qkvo]|gate|up|down)_proj)\.lora_[AB]\.weight")
+EMBEDDING = "token_embedder/embedding"
+ONE_AT_A_TIME = threading.Lock()  # for a setting of the whole process
+PACKAGES = ("jax", "jaxlib", "flax", "maxtext", "optax", "qwix", "tokamax")  # what the traced programs come from
 PEFT_FREE = ("r", "target_modules", "task_type", "lora_dropout", "base_model_name_or_path", "inference_mode")
 ENGINE = Path(__file__).resolve().with_name(".engine")  # the environment with vLLM, torch and PEFT
 # "layers_0/self_attention/query/a" -> (R, in), ".../b" -> (out, R), as PEFT has them; scanned: (L, R, in), (L, out, R)
@@ -115,6 +126,34 @@ class Kernel:
         return self.scale != 1 or not np.array_equal(self.perm, np.arange(len(self.perm)))
 
 
+class Leaf(NamedTuple):
+    """One array of the base: its shape, its place on the mesh, and the Hugging Face tensors that it is made of."""
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    names: tuple[str, ...]  # one a layer, where it stacks them
+    axis: int | None  # of the layers; None: not stacked
+
+
+class Layout(NamedTuple):
+    """What MaxText makes of a configuration, as plain data: enough to fill a model and to run compiled programs."""
+
+    mesh: dict[str, int]  # its axes
+    devices: list[int]  # their ids in its order
+    base: dict[str, Leaf]  # "decoder/layers_0/mlp/wi_0/kernel"
+    shapes: dict[str, tuple[int, ...]]  # of an adapter's arrays
+    kernels: tuple[Kernel, ...]
+
+
+class Architecture(NamedTuple):
+    """The model as code: only what traces a program needs it. MaxText is imported for it, which takes 11 s of CPU."""
+
+    graph: nnx.GraphDef
+    base: Any  # a PyTreeDef
+    lora: Any  # a PyTreeDef
+    rules: tuple  # MaxText's logical axis rules
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """One frozen base on a mesh; everything a trainer or a sampler needs to run it under any adapter."""
@@ -124,14 +163,12 @@ class Model:
     hf_config: dict
     config: ModelConfig
     mesh: Mesh
-    rules: tuple  # MaxText's logical axis rules, needed wherever the model is traced
-    graph: nnx.GraphDef
-    base: Any  # frozen, sharded over fsdp
+    architecture: Callable[[], Architecture]
+    base: dict[str, Any]  # frozen, sharded over fsdp
     head: Any  # [V, D]; the embedding itself where the two are tied
     kernels: tuple[Kernel, ...]
     hf_shapes: dict[str, tuple[int, ...]]  # of the tensors in the weight files, by their names there
     shapes: dict[str, tuple[int, ...]]  # of an adapter's arrays
-    lora_tree: Any  # a PyTreeDef
 
     @property
     def vocab_size(self) -> int:
@@ -140,7 +177,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """Those that multiply every token: neither the embedding, which is looked up, nor the head."""
-        return sum(leaf.size for path, leaf in nnx.to_flat_state(self.base) if path[-1] != "embedding")
+        return sum(math.prod(leaf.shape) for path, leaf in self.base.items() if path != EMBEDDING)
 
     @property
     def fsdp(self) -> int:
@@ -158,18 +195,21 @@ class Model:
     def sharding(self, *spec: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def module(self, base: nnx.State, adapter: Adapter) -> Hidden:
+    def module(self, base: dict[str, Array], adapter: Adapter) -> Hidden:
         """The callable model for use inside jit; copy=True because merging shared variables inside grad raises."""
-        return nnx.merge(self.graph, self.lora(adapter), base, copy=True)
+        return nnx.merge(self.architecture().graph, *self.states(base, adapter), copy=True)
 
-    def lora(self, adapter: Adapter) -> nnx.State:
-        """The adapter as qwix's parameters, (in, [L,] R) and (R, [L,] out)."""
+    def states(self, base: dict[str, Array], adapter: Adapter) -> tuple[nnx.State, nnx.State]:
+        """(qwix's parameters, (in, [L,] R) and (R, [L,] out); MaxText's)."""
         turned = [jnp.moveaxis(adapter[path], -1, 0) for path in self.shapes]  # XLA folds it into the product
-        return jax.tree.unflatten(self.lora_tree, turned)
+        trees = self.architecture()
+        return jax.tree.unflatten(trees.lora, turned), jax.tree.unflatten(
+            trees.base, [base[path] for path in self.base]
+        )
 
     def hidden(
         self,
-        base: nnx.State,
+        base: dict[str, Array],
         adapter: Adapter,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
@@ -182,7 +222,7 @@ class Model:
     def tracing(self):
         from flax.core.spmd import logical_axis_rules
 
-        return logical_axis_rules(self.rules)
+        return logical_axis_rules(self.architecture().rules)
 
     def scaled(self, adapter: Adapter, scale: Float[Array, ""]) -> Adapter:
         """The adapter as the model applies it: b times alpha / rank, in the base's dtype (the masters stay float32)."""
@@ -322,34 +362,120 @@ def _zeros(model: Model) -> Adapter:
     return jax.lax.with_sharding_constraint(zeros, model.sharding())
 
 
+# ---- what one process leaves to the next
+
+
+@functools.cache
+def _ground() -> tuple:
+    """What decides besides its arguments how a program is traced and compiled: the code, the packages, the machine."""
+    code = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("losses", "model", "sampler", "trainer")]
+    versions = [importlib.metadata.version(name) for name in PACKAGES]
+    flags = sorted(item for item in os.environ.items() if item[0].startswith(("JAX_", "XLA_", "LIBTPU_")))
+    machine: list[Any] = [jax.devices()[0].client.platform_version]
+    if jax.default_backend() == "cpu" and (info := Path("/proc/cpuinfo")).is_file():  # which compiles for this very one
+        machine += re.findall(r"^(?:flags|Features)\s*:(.*)$", info.read_text(), re.M)[:1]
+    return code, versions, flags, machine, jax.config.jax_enable_x64
+
+
+def described(devices: Iterable[Any]) -> list[tuple]:
+    """Devices, as far as a program that was compiled for them is concerned."""
+    return [(device.id, device.platform, device.device_kind) for device in devices]
+
+
+def kept[T](
+    kind: str,
+    facts: Any,
+    make: Callable[[], T],
+    *,
+    pack: Callable[[T], Any] = lambda x: x,
+    unpack: Callable = lambda x: x,
+) -> T:
+    """`make()`, or what a process with the same facts has left beside the compiled programs; pickled as `pack` has it.
+
+    It is read as code is: the folder, and the mirror that it may come from, must be nobody else's to write.
+    """
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        return make()
+    path = Path(folder) / f"{kind}-{hashlib.sha256(repr((facts, _ground())).encode()).hexdigest()[:32]}"
+    if path.is_file():
+        try:
+            return unpack(pickle.loads(path.read_bytes()))
+        except Exception as error:  # a pickle may raise anything
+            log.warning("%s cannot be read, and is made again: %s", path, error)
+    made, aside = make(), path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(pickle.dumps(pack(made)))
+        aside.replace(path)
+    except Exception as error:
+        log.warning("%s cannot be kept, and the next start will take as long as this one: %s", path, error)
+    return made
+
+
+class Kept:
+    """A jitted program that later processes run without tracing it: compiled for its first arguments, of which shapes
+    are enough, and for no others.
+    """
+
+    def __init__(self, kind: str, program: Any, model: Model, *facts: Any):
+        self.kind, self.program, self.devices = kind, program, list(model.mesh.devices.flat)
+        config = dataclasses.replace(model.config, model="")
+        self.facts = type(model).__qualname__, model.hf_config, config, described(self.devices), facts
+        self.executable: jax.stages.Compiled | None = None
+
+    def __call__(self, *args):
+        return (self.executable or self.compiled(*args))(*args)
+
+    def compiled(self, *args) -> jax.stages.Compiled:
+        if self.executable is None:
+            leaves, tree = jax.tree.flatten((args, {}))
+            shapes = [(x.shape, str(x.dtype), str(getattr(x, "format", None))) for x in leaves]
+            where: dict[str, Any] = dict(backend=self.devices[0].client, execution_devices=self.devices)
+            self.executable = kept(
+                self.kind,
+                (self.facts, str(tree), shapes),
+                lambda: self.compile(*args),
+                pack=lambda compiled: serialize_executable.serialize(compiled)[::2],
+                unpack=lambda packed: serialize_executable.deserialize_and_load(packed[0], tree, packed[1], **where),
+            )
+        return self.executable
+
+    def compile(self, *args) -> jax.stages.Compiled:
+        """Neither kept nor looked for, in JAX's cache either: an executable of a CPU that was read loses functions when
+        it is written again. What it is compiled for need not be here.
+        """
+        lowered = self.program.lower(*args)
+        with ONE_AT_A_TIME:
+            try:
+                jax.config.update("jax_enable_compilation_cache", False)
+                compilation_cache.reset_cache()  # or it would not look at the setting
+                return lowered.compile()
+            finally:
+                jax.config.update("jax_enable_compilation_cache", True)
+                compilation_cache.reset_cache()
+
+
 # ---- from a directory to a Model
 
 
 def load(config: ModelConfig, *, state_dir: Path, devices: list | None = None) -> Model:
     """Read `config.model` onto a mesh of all devices (fsdp). ValueError, one line, for what cannot be served."""
     directory = resolve(config.model, state_dir)
-    model, cfg = _abstract(config, read_config(directory), directory, devices or jax.devices())
-
-    sources, hooks = _sources(model.hf_config, cfg)
-    tensors = Tensors(directory)
-
-    def fill(path, leaf):
-        key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
-        kernel = "/".join(map(str, path[2:-1]))
-        adapted = f"{kernel}/a" in model.shapes
-        hf_shape = (model.shapes[f"{kernel}/b"][-2], model.shapes[f"{kernel}/a"][-1]) if adapted else None
-        return _place(tensors, sources[key], hooks.get(key), leaf, cfg.param_scan_axis, hf_shape)
-
-    base = nnx.from_flat_state(
-        [(path, leaf.replace(fill(path, leaf.get_value()))) for path, leaf in nnx.to_flat_state(model.base)]
-    )
-    if cfg.logits_via_embedding:
-        head = nnx.to_pure_dict(base)["base"]["token_embedder"]["embedding"]
-    else:
-        head = _place(tensors, "lm_head.weight", None, model.head)
+    model, layout = _abstract(config, read_config(directory), directory, devices or jax.devices())
+    kernels, tensors = {f"decoder/{kernel.path}/kernel": kernel for kernel in model.kernels}, Tensors(directory)
+    base = {
+        path: _place(tensors, leaf, model.base[path].sharding, model.dtype, kernels.get(path))
+        for path, leaf in layout.base.items()
+    }
+    head = base[EMBEDDING]
+    if not model.hf_config["tie_word_embeddings"]:
+        leaf = Leaf(model.head.shape, model.head.sharding.spec, ("lm_head.weight",), None)
+        head = _place(tensors, leaf, model.head.sharding, model.dtype)
     tensors.check_all_read()
-    norms = [leaf.get_value() for path, leaf in nnx.to_flat_state(base) if path[-1] == "scale"]
-    _check_sharding([x for x in (*jax.tree.leaves(base), head) if not any(x is norm for norm in norms)], model, norms)
+    matrices = [array for path, array in base.items() if not path.endswith("/scale")]
+    norms = [array for path, array in base.items() if path.endswith("/scale")]
+    _check_sharding([*matrices, head], model, norms)
     return dataclasses.replace(model, base=base, head=head, hf_shapes=tensors.shapes)
 
 
@@ -467,37 +593,64 @@ def complete(config: dict, path: str) -> dict:
     return config
 
 
-def _abstract(config: ModelConfig, hf_config: dict, directory: Path, devices: list) -> tuple[Model, Any]:
-    """(the model in shapes, MaxText's configuration)."""
+def _abstract(config: ModelConfig, hf_config: dict, directory: Path, devices: list) -> tuple[Model, Layout]:
     scan = config.scan_layers if config.scan_layers is not None else hf_config["num_hidden_layers"] > 8
     dtype = config.dtype or ("bfloat16" if devices[0].platform == "tpu" else "float32")
-    cfg, mesh = _maxtext_config(hf_config, scan=scan, dtype=dtype, remat=config.remat, devices=devices)
-    graph, lora, base = _shapes(cfg, mesh, config.max_rank)
+    options: dict[str, Any] = dict(scan=scan, dtype=dtype, remat=config.remat)
+
+    @functools.cache
+    def configured():
+        return _maxtext_config(hf_config, **options, devices=devices)
+
+    @functools.cache
+    def shaped():
+        return _shapes(*configured(), config.max_rank)
+
+    def architecture() -> Architecture:
+        graph, lora, base = shaped()
+        rules = tuple(configured()[0].logical_axis_rules)
+        return Architecture(graph, jax.tree.structure(base), jax.tree.structure(lora), rules)
+
+    facts = (hf_config, options, config.max_rank, described(devices))
+    layout = kept("layout", facts, lambda: _layout(hf_config, *configured(), *shaped()[1:]))
+    by_id = {device.id: device for device in devices}
+    grid = np.array([by_id[i] for i in layout.devices]).reshape(*layout.mesh.values())
+    mesh = Mesh(grid, tuple(layout.mesh))
     # Rows of the head on each device, so that losses.score leaves them there; tied, the embedding is the head.
-    spec = PartitionSpec("fsdp") if cfg.vocab_size % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
-    sizes, sharding = (cfg.vocab_size, cfg.emb_dim), NamedSharding(mesh, spec)
-    head: Any = jax.ShapeDtypeStruct(sizes, cfg.weight_dtype, sharding=sharding)
-    if cfg.logits_via_embedding:
-        flat = nnx.to_flat_state(base)
-        tied = lambda path, leaf: leaf.replace(head) if path[-1] == "embedding" else leaf
-        base = nnx.from_flat_state([(path, tied(path, leaf)) for path, leaf in flat])
-    shapes = {_adapter_path(path): (*leaf.shape[1:], leaf.shape[0]) for path, leaf in nnx.to_flat_state(lora)}
+    sizes = hf_config["vocab_size"], hf_config["hidden_size"]
+    spec = PartitionSpec("fsdp") if sizes[0] % mesh.shape["fsdp"] == 0 else PartitionSpec(None, "fsdp")
+    place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+    head, base = place(sizes, spec), {path: place(leaf.shape, leaf.spec) for path, leaf in layout.base.items()}
     model = Model(
         name=config.model,
         directory=directory,
         hf_config=hf_config,
         config=config,
         mesh=mesh,
-        rules=tuple(cfg.logical_axis_rules),
-        graph=graph,
-        base=base,
+        architecture=functools.cache(architecture),
+        base=base | ({EMBEDDING: head} if hf_config["tie_word_embeddings"] else {}),
         head=head,
-        kernels=_kernels(*_sources(hf_config, cfg), shapes, base, cfg.scan_layers),
+        kernels=layout.kernels,
         hf_shapes={},
-        shapes=shapes,
-        lora_tree=jax.tree.structure(lora),
+        shapes=layout.shapes,
     )
-    return model, cfg
+    return model, layout
+
+
+def _layout(hf_config: dict, cfg, mesh: Mesh, lora: nnx.State, base: nnx.State) -> Layout:
+    sources, hooks = _sources(hf_config, cfg)
+    shapes = {_adapter_path(path): (*leaf.shape[1:], leaf.shape[0]) for path, leaf in nnx.to_flat_state(lora)}
+    leaves = {}
+    for path, leaf in nnx.to_flat_state(base):
+        key = "-".join(["params", *map(str, path[1:])])  # path[0] is the wrapper's `base`
+        names, axis = sources[key], cfg.param_scan_axis if isinstance(sources[key], list) else None
+        assert leaf.dtype == jnp.dtype(cfg.weight_dtype)
+        if "/".join(map(str, path[2:-1])) + "/a" not in shapes:
+            _check_idle(hooks.get(key), leaf.shape[0], key)
+        several = tuple(names) if axis is not None else (names,)
+        leaves["/".join(map(str, path[1:]))] = Leaf(leaf.shape, leaf.sharding.spec, several, axis)
+    kernels = _kernels(sources, hooks, shapes, base, cfg.scan_layers)
+    return Layout(dict(mesh.shape), [device.id for device in mesh.devices.flat], leaves, shapes, kernels)
 
 
 def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: list):
@@ -535,7 +688,8 @@ def _maxtext_config(hf: dict, *, scan: bool, dtype: str, remat: str, devices: li
         jax_cache_dir=jax.config.jax_compilation_cache_dir or "",  # it would set its own otherwise
     )
     try:
-        cfg = pyconfig.initialize(["", str(Path(pyconfig.__file__).with_name("base.yml"))], **options)
+        with mock.patch.dict(os.environ):  # it leaves XLA_FLAGS there, and by these the compiled programs are found
+            cfg = pyconfig.initialize(["", str(Path(pyconfig.__file__).with_name("base.yml"))], **options)
     except SystemExit as error:  # it prints 9 KB and exits on a key it does not know
         raise RuntimeError("MaxText refused the configuration printed above") from error
     cfg.get_keys()["remat_policy"] = remat  # it reads "none" as None, and takes None for full
@@ -564,7 +718,7 @@ def _shapes(cfg, mesh: Mesh, rank: int) -> tuple[nnx.GraphDef, nnx.State, nnx.St
         vars(model.base.decoder).pop("logits_dense", None)
         return model
 
-    with logical_axis_rules(cfg.logical_axis_rules), jax.set_mesh(mesh):
+    with logical_axis_rules(cfg.logical_axis_rules):
         graph, lora, params, rest = nnx.split(nnx.eval_shape(build), nnx.LoRAParam, nnx.Param, ...)
         assert not jax.tree.leaves(rest), f"state that is neither weights nor LoRA: {rest}"
         shardings = sharding.nnx_construct_named_sharding(params, mesh)
@@ -603,10 +757,18 @@ def _kernels(sources: dict, hooks: dict, shapes: dict, params: nnx.State, scan: 
 
 def _probe(hook, shape: tuple[int, ...], *, rows: int, columns: int) -> tuple[np.ndarray, float]:
     """What MaxText's import hook does to a matrix: fed ones it answers its scale, fed row numbers its permutation."""
-    first = lambda matrix: _hooked(matrix.astype(np.float32), shape, hook).reshape(columns, rows)[0]
-    scale = float(first(np.ones((rows, columns)))[0])
-    numbers = first(np.repeat(np.arange(rows)[:, None], columns, axis=1)) / scale
-    return np.rint(numbers).astype(np.int64), scale
+    hooked = lambda matrix: _hooked(matrix.astype(np.float32), shape, hook).reshape(columns, rows)
+    scale = float(hooked(np.ones((rows, columns)))[0, 0])
+    numbers = [np.rint(hooked(number) / scale).astype(np.int64) for number in np.indices((rows, columns))]
+    assert (numbers[0] == numbers[0][0]).all() and (numbers[1] == np.arange(columns)[:, None]).all()
+    return numbers[0][0], scale
+
+
+def _check_idle(hook: Callable | list | None, size: int, key: str) -> None:
+    """`Kernel` has what is done to the adapted matrices; nothing may be done to the rest."""
+    column = np.arange(size, dtype=np.float32)[:, None]
+    if not np.array_equal(_hooked(column, column.shape, hook), column):
+        raise RuntimeError(f"MaxText changes {key} as it reads it, which this server does not")
 
 
 def _hooked(tensor: np.ndarray, shape: tuple[int, ...], hook: Callable | list | None) -> np.ndarray:
@@ -616,20 +778,22 @@ def _hooked(tensor: np.ndarray, shape: tuple[int, ...], hook: Callable | list | 
 
 
 def _place(
-    tensors: "Tensors", source: str | list[str], hook, leaf: jax.ShapeDtypeStruct, scan_axis: int = 0, hf_shape=None
+    tensors: "Tensors", leaf: Leaf, sharding: NamedSharding, dtype: jnp.dtype, kernel: Kernel | None = None
 ) -> Array:
-    """One leaf of the base, from its tensors to its shards; the host holds one at a time. `hf_shape`: of a tensor."""
-    stacked = isinstance(source, list)
-    shape, parts = leaf.shape[:scan_axis] + leaf.shape[scan_axis + 1 :] if stacked else leaf.shape, []
-    for name in source if stacked else [source]:
-        tensor = tensors[name]
-        if tensor.shape != (hf_shape or shape):  # before the hook, which would reshape
-            got, implied = tensor.shape, hf_shape or shape
-            raise ValueError(f"{tensors.directory}: {name} has shape {got}, config.json implies {implied}")
-        part = _hooked(tensor.astype(np.float32) if hook else tensor, shape, hook)  # hooks scale: round only once
-        parts.append(part.astype(leaf.dtype))
-    value = np.stack(parts, axis=scan_axis) if stacked else parts[0]
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
+    """One array of the base, from its tensors to its shards; the host holds one at a time."""
+    axis = leaf.axis if leaf.axis is not None else len(leaf.shape)
+    shape, parts = leaf.shape[:axis] + leaf.shape[axis + 1 :], []
+    for name in leaf.names:
+        part, rows = tensors[name], len(kernel.perm) if kernel is not None else 0
+        expected = (rows, math.prod(shape) // rows) if kernel is not None else shape
+        if part.shape != expected:
+            raise ValueError(f"{tensors.directory}: {name} has shape {part.shape}, config.json implies {expected}")
+        if kernel is not None:
+            part = part[kernel.perm] if kernel.moved else part
+            part = (part.astype(np.float32) * np.float32(kernel.scale) if kernel.scale != 1 else part).T  # round once
+        parts.append(part.reshape(shape).astype(dtype))
+    value = np.stack(parts, axis=axis) if leaf.axis is not None else parts[0]
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: value[index])
 
 
 def _read_json(path: Path) -> dict:

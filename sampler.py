@@ -48,8 +48,9 @@ import numpy as np
 import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
+from tokenizers import Tokenizer
 
-from model import ENGINE, Adapter, Model
+from model import ENGINE, Adapter, Kept, Model
 from router import Refusal, Router, RouterConfig, to_the_end
 
 log = logging.getLogger("sampler")
@@ -149,8 +150,18 @@ class CachedAttention(nnx.Module):
         return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
-def with_cache(model: Model, context: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """(graph, blank cache of one sequence): the same weights, but attention remembers."""
+Row = list[Array]  # the cache of one sequence: every layer's keys and values, in the order of the module's tree
+
+
+def blank_row(model: Model, context: int) -> Row:
+    config = model.hf_config
+    layers = (config["num_hidden_layers"],) if model.scanned else ()
+    shape = (*layers, 1, config["num_key_value_heads"], context, config["head_dim"])
+    return [jnp.zeros(shape, model.dtype) for _ in range(2 * (1 if layers else config["num_hidden_layers"]))]
+
+
+def with_cache(model: Model, context: int) -> tuple[nnx.GraphDef, Any]:
+    """(graph, tree of its `Row`): the same weights, but attention remembers."""
     from maxtext.layers.attentions import Attention
 
     def build():
@@ -163,7 +174,7 @@ def with_cache(model: Model, context: int) -> tuple[nnx.GraphDef, nnx.State]:
         return module
 
     graph, cache, *_ = nnx.split(nnx.eval_shape(build), nnx.Cache, nnx.LoRAParam, ...)
-    return graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+    return graph, jax.tree.structure(cache)
 
 
 def truncate(logits: Float[Array, "V"], top_k: Integer[Array, ""], top_p: Float[Array, ""]) -> Float[Array, "V"]:
@@ -181,16 +192,18 @@ def top_logprobs(wanted, logprobs: Float[Array, "n V"]) -> tuple[Int[Array, "n K
     return ids, values
 
 
-def programs(model: Model, graph: nnx.GraphDef):
-    """(prefill, insert, decode), compiled once each. `row` is the cache of one sequence, `slots` = (rows, adapters)
-    stacked.
-    """
+def programs(model: Model, context: int):
+    """(prefill, insert, decode), compiled once each; `slots` = (rows, adapters) stacked."""
+    cached = functools.cache(lambda: with_cache(model, context))
 
-    def forward(row, adapter: Adapter, base, head, tokens, positions):  # tokens [t] -> row, logits float32 [t, V]
+    def forward(row: Row, adapter: Adapter, base, head, tokens, positions):  # tokens [t] -> row, logits float32 [t, V]
+        graph, tree = cached()
         with model.tracing():
-            module = nnx.merge(graph, row, model.lora(adapter), base, copy=True)
+            module = nnx.merge(graph, jax.tree.unflatten(tree, row), *model.states(base, adapter), copy=True)
             hidden = module(tokens[None], positions[None], jnp.ones_like(tokens)[None])[0]
-        return nnx.state(module, nnx.Cache), jnp.einsum("td,vd->tv", hidden, head, preferred_element_type=jnp.float32)
+        return jax.tree.leaves(nnx.state(module, nnx.Cache)), jnp.einsum(
+            "td,vd->tv", hidden, head, preferred_element_type=jnp.float32
+        )
 
     pinned = functools.partial(jax.jit, out_shardings=model.sharding())  # or a second call would compile again
 
@@ -223,7 +236,7 @@ def programs(model: Model, graph: nnx.GraphDef):
         chosen = jnp.take_along_axis(logprobs, token[:, None], -1)[:, 0]
         return (rows, adapters), token, chosen, top_logprobs(wanted, logprobs)
 
-    return prefill, insert, decode
+    return Kept("prefill", prefill, model, context), insert, Kept("decode", decode, model, context)
 
 
 # ---- the engine
@@ -239,7 +252,7 @@ class Job:
     stop: frozenset[int]
     max_tokens: int
     future: Future
-    row: nnx.State | None = None  # the prefilled cache, kept until every sample has started
+    row: Row | None = None  # the prefilled cache, kept until every sample has started
     adapter: Adapter | None = None
     prompt_logprobs: list = dataclasses.field(default_factory=lambda: [np.array([np.nan], np.float32)])
     prompt_topk: list = dataclasses.field(default_factory=list)
@@ -264,9 +277,8 @@ class EmbeddedEngine:
         replicated = model.sharding()
         # A sharded base would be gathered at every decoded token: on several devices the engine has its own copy.
         self.base, self.head = jax.device_put((model.base, model.head), replicated)
-        graph, blank = with_cache(model, config.context)
-        self.blank = jax.device_put(blank, replicated)
-        self.prefill, self.insert, self.decode = programs(model, graph)
+        self.blank = jax.device_put(blank_row(model, config.context), replicated)
+        self.prefill, self.insert, self.decode = programs(model, config.context)
         stack = lambda one: jax.tree.map(lambda x: jnp.zeros((config.slots, *x.shape), x.dtype), one)
         self.fresh = jax.jit(stack, out_shardings=replicated)
         self.scaled = jax.jit(model.scaled, out_shardings=replicated)
@@ -404,7 +416,7 @@ class EmbeddedEngine:
             token = sample.tokens[-1] if sample.tokens else prompt[-1]
             ints[:, i] = token, len(prompt) - 1 + len(sample.tokens), max(params.top_k, 0), sample.seed
             floats[:, i] = params.temperature, params.top_p
-        wanted = any(sample.job.request.topk_sample_logprobs for _, sample in active)
+        wanted = np.bool_(any(sample.job.request.topk_sample_logprobs for _, sample in active))
         self.state, *out = self.decode(self.state, self.base, self.head, ints, floats, wanted)
         tokens, logprobs, topk = jax.device_get(out)
         for i, sample in active:
@@ -524,6 +536,8 @@ def check_context(model: Model, config: SamplerConfig) -> None:
 
 
 def load_tokenizer(directory: Path):
+    if (path := directory / "tokenizer.json").is_file():  # AutoTokenizer would read the same, and be imported for 4 s
+        return Tokenizer.from_file(str(path))
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory)

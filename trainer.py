@@ -25,7 +25,6 @@ import functools
 import gc
 import importlib.util
 import itertools
-import json
 import logging
 import math
 import os
@@ -44,7 +43,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from losses import LARGEST, LOSSES, TokenInputs, loss_numbers, score, token_fields, token_losses
-from model import ALPHA, Adapter, Model, ModelConfig, abstract, check_rank
+from model import ALPHA, Adapter, Kept, Model, ModelConfig, abstract, check_rank, kept
 
 log = logging.getLogger("trainer")
 
@@ -367,14 +366,18 @@ class Programs(NamedTuple):
     adamw: Any
 
 
-def programs(model: Model, blocks: Blocks, *, formats: Any = None) -> Programs:
-    """`formats`: how the gradient program wants the base, where that is not as it comes."""
+def programs(model: Model, blocks: Blocks) -> Programs:
     whole, planes_of = model.sharding(), model.sharding(None, "fsdp")
+    pinned: dict[str, Any] = dict(out_shardings=(whole, (whole, planes_of)))
+    if chooses := model.mesh.devices.flat[0].platform in CHOOSY:
+        formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), model.base)
+        pinned["in_shardings"] = (formats, *[None] * 9)
     bound = lambda program: functools.partial(program, model, blocks)
-    wanted: dict[str, Any] = {} if formats is None else {"in_shardings": (formats, *[None] * 9)}
+    gradient = jax.jit(bound(gradient_program), donate_argnums=3, **pinned)
+    forward = jax.jit(bound(forward_program), out_shardings=(whole, planes_of))
     return Programs(
-        jax.jit(bound(gradient_program), donate_argnums=3, out_shardings=(whole, (whole, planes_of)), **wanted),
-        jax.jit(bound(forward_program), out_shardings=(whole, planes_of)),
+        Kept("gradient", gradient, model, blocks, chooses),
+        Kept("forward", forward, model, blocks),
         jax.jit(commit_program, donate_argnums=1, out_shardings=whole),
         jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=whole),
     )
@@ -523,13 +526,13 @@ def make_plan(
     rows: int,
     row_len: int,
     max_adapters: int,
-    gradient: Any = None,
+    gradient: Kept | None = None,
     memory_only: bool = False,
 ) -> Plan:
     """Compile the gradient program for [rows, row_len] and read what the compiler says; `model` may be abstract.
 
-    `gradient`: one of `programs`, where it is there already: it need not be traced again. `memory_only`: neither time
-    nor collectives, for which the whole program would have to be read.
+    `gradient`: one of `programs`, whose executable the plan's is then. `memory_only`: neither time nor collectives, for
+    which the whole program would have to be read.
     ValueError where the compiler itself finds that it cannot fit.
     """
     whole, planes_of, device = model.sharding(), model.sharding(None, "fsdp"), model.mesh.devices.flat[0]
@@ -537,17 +540,13 @@ def make_plan(
     adapter = {path: jax.ShapeDtypeStruct(of, np.float32, sharding=whole) for path, of in model.shapes.items()}
     further = tuple(shape(dtype, TARGETS - 1, rows, row_len) for dtype in (np.int32, np.float32))
     numbers = shape(np.int32, 5, rows, row_len), shape(np.float32, len(TokenInputs._fields), rows, row_len)
-    base, formats = model.base, None
-    if device.platform in CHOOSY:  # an array has a layout already: only a shape leaves the choice
-        base = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), base)
-        formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), base)
-    if gradient is None or formats is not None:
-        gradient = programs(model, blocks, formats=formats).gradient
+    # An array has a layout already: only a shape leaves the choice.
+    base = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model.base)
     args = (adapter, adapter, np.float32(1), *numbers, further, np.int32(1), np.int32(0))
     log.info("compiling a step of %d x %d tokens", rows, row_len)
-    lowered = gradient.lower(base, model.head, *args)
+    compile = gradient.compiled if gradient is not None else programs(model, blocks).gradient.compile
     try:
-        compiled = lowered.compile()
+        compiled = compile(base, model.head, *args)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -596,31 +595,23 @@ def make_plan(
         collectives=collectives,
         seconds=seconds,
         mfu=flops / seconds / chip.flops if seconds and chip else None,
-        formats=compiled.input_formats[0][0] if formats is not None else None,
+        formats=compiled.input_formats[0][0] if device.platform in CHOOSY else None,
     )
 
 
 @functools.cache
 def choose_blocks(model: Model) -> Blocks:
-    """The walk over the head that the TPU's compiler expects to be fastest; elsewhere what was measured on CPUs.
-
-    Asked once a topology and shape of the head: the answer is kept beside the compiled programs.
-    """
+    """The walk over the head that the TPU's compiler expects to be fastest; elsewhere what was measured on CPUs."""
     if (device := model.mesh.devices.flat[0]).platform != "tpu":
         return Blocks()
-    key = f"{device.device_kind}-{model.mesh.size}-{model.vocab_size}-{model.head.shape[1]}-{model.dtype}"
-    cache = jax.config.jax_compilation_cache_dir
-    kept = Path(cache) / f"blocks-{key.replace(' ', '-')}.json" if cache else None
-    if kept and kept.is_file():
-        return Blocks(**json.loads(kept.read_text()))
-    asked = [Blocks(tile, block) for tile in (1024, 2048) for block in (4096, 16384)]
-    cycles = {blocks: _loss_cycles(model, blocks) for blocks in asked}
-    log.info("cycles of the loss: %s", cycles)
-    best = min(cycles, key=cycles.__getitem__)
-    if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(best._asdict()))
-    return best
+
+    def ask() -> Blocks:
+        asked = [Blocks(tile, block) for tile in (1024, 2048) for block in (4096, 16384)]
+        cycles = {blocks: _loss_cycles(model, blocks) for blocks in asked}
+        log.info("cycles of the loss: %s", cycles)
+        return min(cycles, key=cycles.__getitem__)
+
+    return kept("blocks", (device.device_kind, model.mesh.size, model.head.shape, str(model.dtype)), ask)
 
 
 def _loss_cycles(model: Model, blocks: Blocks) -> int:
@@ -699,7 +690,6 @@ class Trainer:
         self.adapters: dict[str, AdapterState] = {}
         self._place = lambda arrays: jax.device_put(arrays, model.sharding(None, "fsdp"))
         self.blocks = choose_blocks(model)
-        self._gradient, self._forward, self._commit, self._adamw = programs(model, self.blocks)
         self._new: Adapter | None = None  # the gradients of the call that runs, zero between calls; None: to be made
         self._parameters = model.parameters  # counting them walks the whole tree
         self.alone = False  # one sequence a row?
@@ -707,6 +697,7 @@ class Trainer:
 
     def _set_rows(self, rows: int) -> None:
         self.rows = rows
+        self._gradient, self._forward, self._commit, self._adamw = programs(self.model, self.blocks)
         zeros = lambda dtype: np.zeros((TARGETS - 1, rows, self.row_len), dtype)
         self._nothing_further = self._place((zeros(np.int32), zeros(np.float32)))  # kept on the devices: no transfer
 
@@ -739,9 +730,10 @@ class Trainer:
         """As many rows as the memory takes, where none were asked for, and the base as the step wants it."""
         plan = self.plan()
         log.info("%s", summary(plan))
-        times = self.affordable(plan)
-        if self.config.rows is None and jax.default_backend() != "cpu":  # which gains nothing by more
+        times = self.affordable(plan) if self.config.rows is None else 1
+        if times > 1 and jax.default_backend() != "cpu":  # which gains nothing by more
             self._set_rows(times * self.rows)
+            plan = self.plan()
         if plan.formats is not None:
             self.model = laid_out(self.model, plan.formats)
 

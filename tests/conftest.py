@@ -16,12 +16,16 @@ with warnings.catch_warnings():  # what other packages say of themselves while t
     warnings.simplefilter("ignore")
     import tinker  # noqa: F401
 
+import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import model
 
 ROOT = Path(model.__file__).parent
+hypothesis.settings.register_profile("tests", deadline=None)  # nothing is asserted of wall time
+hypothesis.settings.load_profile("tests")
 jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="tinker-tpu-xla-"))  # trainers share programs
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
@@ -46,6 +50,33 @@ def compilations():
     return lambda: COMPILED.total() - before
 
 
+@pytest.fixture
+def nothing_kept(tmp_path):
+    """The folder, empty, in which this test's programs are kept, by JAX all of them."""
+    settings = {"jax_compilation_cache_dir": str(tmp_path / "xla"), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for values in (settings, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is settings:
+            yield tmp_path / "xla"
+
+
+@pytest.fixture(scope="session")
+def readme_block():
+    """A function: the README's one Python block that says this."""
+    import re
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+    def readme_block(says: str) -> str:
+        (block,) = (block for block in blocks if says in block)
+        return block
+
+    return readme_block
+
+
 @pytest.fixture(scope="session")
 def state_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("state")
@@ -64,14 +95,16 @@ def sharded_demo(state_dir):
 
 
 @pytest.fixture(scope="session")
-def serve():
+def serve(tmp_path_factory):
     """A function: `with serve(state_dir, *flags) as server:` runs server.py in a process of its own, on one device.
 
     `server.url` is ready; `server.interrupt()` is Ctrl-C and returns the seconds until the process had ended.
-    Leaving the block interrupts too, and asserts that the server says it has ended well.
+    Leaving the block interrupts too, and asserts that the server says it has ended well. What the first one compiles
+    the others find, as after a restart.
     """
     import contextlib
     import re
+    import shutil
     import signal
     import subprocess
     import sys
@@ -79,10 +112,14 @@ def serve():
     from types import SimpleNamespace
 
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    base = tmp_path_factory.getbasetemp()
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"  # for both workers
 
     @contextlib.contextmanager
     def serve(state_dir, *flags):
         state_dir.mkdir(parents=True, exist_ok=True)
+        if compiled.is_dir() and not (state_dir / "xla").exists():
+            shutil.copytree(compiled, state_dir / "xla")
         log = state_dir / "server.log"
         command = [sys.executable, "server.py", "--port", "0", "--state-dir", str(state_dir), *flags]
         with log.open("w") as out:
@@ -98,6 +135,10 @@ def serve():
             while not (ready := re.search(r"ready in .*TINKER_BASE_URL=(\S+)", log.read_text())):
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.1)
+            if not compiled.is_dir():
+                shutil.copytree(state_dir / "xla", base / "xla", dirs_exist_ok=True)
+                with contextlib.suppress(OSError):  # the other worker's came first
+                    (base / "xla").rename(compiled)
             yield SimpleNamespace(url=ready[1], state_dir=state_dir, log=log, process=process, interrupt=interrupt)
             if process.poll() is None:
                 interrupt()

@@ -1,6 +1,7 @@
 """The example programs, run as their reader runs them."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ def run(*arguments: str | Path, example: str = "grpo.py", timeout_s: float = 300
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_grpo_serves_trains_reports_and_leaves_no_server_behind(tmp_path):
+def test_grpo_serves_trains_reports_and_leaves_no_server_behind(server, tmp_path):
     state, plot = tmp_path / "state", tmp_path / "plots" / "reward.png"
+    shutil.copytree(server.state_dir / "xla", state / "xla")  # what another server has compiled
     small = ["--warmup-steps=2", "--steps=2", "--prompts=2", "--samples=2"]
     done = run("--serve", "--state-dir", state, "--plot", plot, *small)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,6 +45,11 @@ def test_grpo_refuses_what_it_cannot_run_in_words(arguments, message):
     said = " ".join(done.stderr.replace("│", " ").split())  # tyro puts it in a box
     assert done.returncode in (1, 2)
     assert message in said and "Traceback" not in done.stderr
+
+
+def test_the_readmes_program_trains_and_samples(server, readme_block, capsys):
+    exec(readme_block("tinker.ServiceClient(").replace("http://127.0.0.1:8000", server.url), {})
+    assert capsys.readouterr().out == " world\n"
 
 
 @pytest.mark.engine

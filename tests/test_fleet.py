@@ -118,10 +118,12 @@ def test_a_stop_token_or_string_ends_the_sequence_and_is_part_of_it(fleet):
     assert stopped.tokens.tolist() == free.tokens[:end].tolist() and stopped.stop_reason == "stop"
     assert len(stopped.logprobs) == end
     tokenizer = load_tokenizer(fleet.model.directory)
-    text = next(t for i in range(20) if (t := tokenizer.decode(free.tokens[i : i + 1])).isascii() and t.isprintable())
+    text = next(
+        t for i in range(20) if (t := tokenizer.decode(free.tokens[i : i + 1].tolist())).isascii() and t.isprintable()
+    )
     (cut,) = fleet.submit(request([65, 66], max_tokens=20, seed=5, stop=(text,)), None).result().sequences
     assert cut.stop_reason == "stop" and cut.tokens.tolist() == free.tokens[: len(cut.tokens)].tolist()
-    assert text in tokenizer.decode(cut.tokens) and text not in tokenizer.decode(cut.tokens[:-1])
+    assert text in tokenizer.decode(cut.tokens.tolist()) and text not in tokenizer.decode(cut.tokens[:-1].tolist())
 
 
 def test_scores_hold_what_was_asked_for(fleet, trainer, new_version):
@@ -417,3 +419,22 @@ def test_a_replica_that_cannot_start_says_why(base, tmp_path):
     fleet = Fleet(broken, SamplerConfig(**ENGINE), tmp_path / "state")
     with pytest.raises(RuntimeError, match="ended before it served.*log"):
         fleet.warm_up()
+
+
+def test_the_readmes_openai_client_samples_through_a_router(fleet, readme_block, tmp_path):
+    """A router of its own before the same replica; it loads nothing, and so touches nothing of the fleet's."""
+    (replica,) = fleet.router.replicas
+    command = [sys.executable, "router.py", "--port=0", f"--replica={replica.url}"]
+    with (tmp_path / "router.log").open("w") as out, subprocess.Popen(command, cwd=ROOT, stderr=out) as router:
+        try:
+            while not (said := re.search(r"listening at (\S+)", (tmp_path / "router.log").read_text())):
+                assert router.poll() is None
+                time.sleep(0.1)
+            block = readme_block("from openai import").replace("http://127.0.0.1:8080", said[1])
+            asked = [model.ENGINE / "bin" / "python", "-c", block]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+        finally:
+            router.terminate()
+    assert done.returncode == 0, done.stderr
+    (ours,) = fleet.submit(request(list(b"hello"), max_tokens=8, temperature=0), None).result().sequences
+    assert done.stdout == load_tokenizer(fleet.model.directory).decode(ours.tokens.tolist()) + "\n"

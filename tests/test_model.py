@@ -19,7 +19,7 @@ from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 import model
-from model import ALPHA, ATTENTION, MLP, Model, ModelConfig, load, random_weights, write_demo
+from model import ALPHA, ATTENTION, MLP, Kept, Model, ModelConfig, load, random_weights, write_demo
 
 RANK, MAX_RANK = 3, 8
 SHAPE = (4, 24)  # [B, T] of every forward here
@@ -485,6 +485,55 @@ def test_large_and_negative_seeds_are_seeds_too(base):
     a, b, c = (jax.device_get(m.new_adapter(seed=seed, rank=1)) for seed in (2**31, -1, 2**40))
     path = next(path for path in m.shapes if path.endswith("/a"))
     assert len({a[path].tobytes(), b[path].tobytes(), c[path].tobytes()}) == 3
+
+
+def doubled(m: Model, offset: float = 0.0, code: tuple = ()) -> Kept:
+    return Kept("doubled", jax.jit(lambda x: {"twice": 2 * x["one"] + offset}), m, *code)
+
+
+def test_a_program_is_kept_for_the_next_process(base, nothing_kept):
+    m, x = base(QWEN3), {"one": np.arange(3, dtype=np.float32)}
+    assert doubled(m)(x)["twice"].tolist() == [0, 2, 4]
+    assert doubled(m, offset=1)(x)["twice"].tolist() == [0, 2, 4]  # it cannot be told from the first: it is not traced
+    assert doubled(m, offset=1, code=(1,))(x)["twice"].tolist() == [1, 3, 5]
+    longer = {"one": np.arange(2, dtype=np.float32)}
+    assert doubled(m, offset=1)(longer)["twice"].tolist() == [1, 3]
+    assert doubled(load_from(m.directory, devices=4), offset=1)(x)["twice"].tolist() == [1, 3, 5]
+    with pytest.raises(TypeError):
+        (program := doubled(m))(x), program(longer)
+
+
+def test_a_kept_program_that_is_damaged_or_cannot_be_written_is_compiled_again(base, nothing_kept, caplog):
+    m, x = base(QWEN3), {"one": np.arange(3, dtype=np.float32)}
+    doubled(m)(x)
+    (path,) = nothing_kept.glob("doubled-*")
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"no pickle"):
+        path.write_bytes(damaged)
+        assert doubled(m)(x)["twice"].tolist() == [0, 2, 4]
+        assert path.read_bytes() == whole or len(path.read_bytes()) > len(whole) / 2
+    assert caplog.text.count("cannot be read, and is made again") == 3
+    path.unlink()
+    path.mkdir()
+    assert doubled(m)(x)["twice"].tolist() == [0, 2, 4]
+    assert "cannot be kept" in caplog.text
+
+
+def test_a_program_that_jax_has_in_its_own_cache_is_compiled_anew_and_kept_whole(base, nothing_kept):
+    """XLA's CPU executables that were read and are written again have lost functions, and fail when they are run."""
+    m, x = base(QWEN3), np.random.default_rng(0).random((64, 64), np.float32)
+    program = lambda: jax.jit(lambda x: jax.nn.softmax(jnp.tanh(x) @ x.T, -1) * jnp.cumsum(x, 0)[:, :1])
+    expected = program()(x)
+    assert list(nothing_kept.glob("jit__lambda*")), "JAX has not kept it"
+    for _ in range(2):
+        np.testing.assert_array_equal(Kept("program", program(), m)(x), expected)
+
+
+def test_what_is_kept_belongs_to_this_code_and_these_packages(base, nothing_kept, monkeypatch):
+    m, x = base(QWEN3), {"one": np.arange(3, dtype=np.float32)}
+    doubled(m)(x)
+    monkeypatch.setattr(model, "_ground", lambda: "another version")
+    assert doubled(m, offset=1)(x)["twice"].tolist() == [1, 3, 5]
 
 
 @pytest.mark.parametrize("rank", [0, -1, MAX_RANK + 1])

