@@ -7,8 +7,8 @@ directory of a server that was killed, and a mirror alone, on an empty disk. The
 journal takes of a request, the bytes that a step sends to the mirror, and a step's time with the mirror out of reach
 over that with none, taken in turns.
 
-All of one machine: a bucket's distance is not in it. Python's imports are in each of the three; MaxText's, and all tracing
-and compiling, in the first alone.
+All of one machine: a bucket's distance is not in it. Python's imports are in each of the three; MaxText's, and
+all tracing and compiling, in the first alone.
 Run: `uv run bench/recover.py`
 """
 

@@ -35,8 +35,14 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
+# A worker takes a file at a time, in this order: the longest first, so that both end at about the same moment.
+LONGEST = ("model", "coverage", "trainer", "server", "tpu", "sampler", "losses", "examples", "restart", "cache")
+
+
 def pytest_collection_modifyitems(items):
     """Without vLLM its tests are skipped, and say how to have it; where it must be there (.ci/run) they fail."""
+    place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     missing = not (model.ENGINE / "installed").is_file() and not os.environ.get("REQUIRE_ENGINE")
     for item in items if missing else ():
         if item.get_closest_marker("engine"):

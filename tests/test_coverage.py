@@ -17,9 +17,14 @@ import base64
 import inspect
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -777,3 +782,22 @@ def test_a_command_does_what_the_table_says(world, tmp_path, monkeypatch, name, 
         return entry(world, run)
     error = invoke(*entry.arguments(world)).exception
     assert isinstance(error, entry.error) and entry.says in f"{error.message} {error.details}", error
+
+
+def test_a_user_types_the_command_in_a_process_of_its_own(world):
+    """CPython 3.12.1 may abort while it ends, all work done and printed: a daemon thread of the SDK's is then in native
+    code. That is no failure of the command.
+    """
+    command = [
+        Path(sys.executable).with_name("tinker"),
+        "-f",
+        "json",
+        "checkpoint",
+        "list",
+        "--run-id",
+        world.trainer.model_id,
+    ]
+    environment = os.environ | {"TINKER_BASE_URL": world.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 or (ended.returncode == -signal.SIGABRT and not ended.stderr), ended
+    assert world.saved in [each["tinker_path"] for each in json.loads(ended.stdout)["checkpoints"]]

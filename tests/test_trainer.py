@@ -452,7 +452,7 @@ def test_a_base_that_the_compiler_lays_out_gives_the_same_numbers(state_dir, tmp
         monkeypatch.setattr("trainer.CHOOSY", choosy)
         model = model_module.load(model_module.ModelConfig(model=str(folder)), state_dir=state_dir)
         trainer = Trainer(model, TrainerConfig(row_len=ROW))
-        trainer.warm_up()
+        trainer._fit()
         assert (trainer.model is model) == (not choosy)
         trainer.create("a", seed=1, rank=4)
         results.append([fb(trainer, "a", [datum(1), datum(2)])[0], bits(trainer, "a")])
