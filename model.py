@@ -202,10 +202,8 @@ class Model:
     def states(self, base: dict[str, Array], adapter: Adapter) -> tuple[nnx.State, nnx.State]:
         """(qwix's parameters, (in, [L,] R) and (R, [L,] out); MaxText's)."""
         turned = [jnp.moveaxis(adapter[path], -1, 0) for path in self.shapes]  # XLA folds it into the product
-        trees = self.architecture()
-        return jax.tree.unflatten(trees.lora, turned), jax.tree.unflatten(
-            trees.base, [base[path] for path in self.base]
-        )
+        in_order, trees = [base[path] for path in self.base], self.architecture()
+        return jax.tree.unflatten(trees.lora, turned), jax.tree.unflatten(trees.base, in_order)
 
     def hidden(
         self,
@@ -445,14 +443,15 @@ class Kept:
         """Neither kept nor looked for, in JAX's cache either: an executable of a CPU that was read loses functions when
         it is written again. What it is compiled for need not be here.
         """
-        lowered = self.program.lower(*args)
+        lowered, name = self.program.lower(*args), "jax_enable_compilation_cache"
         with ONE_AT_A_TIME:
+            before = getattr(jax.config, name)
             try:
-                jax.config.update("jax_enable_compilation_cache", False)
+                jax.config.update(name, False)
                 compilation_cache.reset_cache()  # or it would not look at the setting
                 return lowered.compile()
             finally:
-                jax.config.update("jax_enable_compilation_cache", True)
+                jax.config.update(name, before)
                 compilation_cache.reset_cache()
 
 
@@ -757,11 +756,15 @@ def _kernels(sources: dict, hooks: dict, shapes: dict, params: nnx.State, scan: 
 
 def _probe(hook, shape: tuple[int, ...], *, rows: int, columns: int) -> tuple[np.ndarray, float]:
     """What MaxText's import hook does to a matrix: fed ones it answers its scale, fed row numbers its permutation."""
-    hooked = lambda matrix: _hooked(matrix.astype(np.float32), shape, hook).reshape(columns, rows)
-    scale = float(hooked(np.ones((rows, columns)))[0, 0])
-    numbers = [np.rint(hooked(number) / scale).astype(np.int64) for number in np.indices((rows, columns))]
-    assert (numbers[0] == numbers[0][0]).all() and (numbers[1] == np.arange(columns)[:, None]).all()
-    return numbers[0][0], scale
+
+    def hooked(values: np.ndarray) -> np.ndarray:
+        matrix = np.broadcast_to(values, (rows, columns)).astype(np.float32)
+        return _hooked(matrix, shape, hook).reshape(columns, rows)
+
+    scale = float(hooked(np.ones(1))[0, 0])
+    of_rows, of_columns = (np.rint(hooked(n) / scale) for n in (np.arange(rows)[:, None], np.arange(columns)))
+    assert (of_rows == of_rows[0]).all() and (of_columns == np.arange(columns)[:, None]).all()
+    return of_rows[0].astype(np.int64), scale
 
 
 def _check_idle(hook: Callable | list | None, size: int, key: str) -> None:
