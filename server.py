@@ -1386,7 +1386,7 @@ def watch_for_preemption(address: str | None) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("absl", "httpx", "jax._src.xla_bridge"):
+    for noisy in ("absl", "httpx", "jax._src.compilation_cache", "jax._src.xla_bridge"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # or it says at every start that there is no torch
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
