@@ -448,8 +448,10 @@ class Service:
         return self.runs[model_id]
 
     def check_base_model(self, name: str) -> None:
-        if name not in (self.model.name, str(self.model.directory)):
-            raise ValueError(f"base_model {name!r} is not served here; this server has {self.model.name!r}")
+        """Its folder is a name, too: what loads the tokenizer by the model's name (the cookbook) can use no other."""
+        folder = self.model.directory.resolve()
+        if name != self.model.name and Path(name).resolve() != folder:
+            raise ValueError(f"base_model {name!r} is not served here; this server has {self.model.name!r} ({folder})")
 
     @queued(types.CreateModelRequest)
     async def create_model(self, run: Run, request: types.CreateModelRequest) -> dict:

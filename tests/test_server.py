@@ -6,6 +6,7 @@ A request is right when its numbers are, whatever else is asked of the server me
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -445,6 +446,14 @@ def test_a_base_model_that_is_not_served_is_refused_by_a_message_that_names_the_
     for where in (dict(base_model="llama"), dict(base_model="llama", model_path=path)):
         with pytest.raises(tinker.BadRequestError, match=message):
             service.create_sampling_client(**where).result()
+
+
+def test_the_folder_of_the_base_model_is_a_name_of_it_however_it_is_written(server, service):
+    folder = new_adapter(service).get_info().model_data.tokenizer_id
+    assert folder == str(server.state_dir / "models" / "demo")
+    for name in (folder, f"{folder}/", os.path.relpath(folder, ROOT)):  # ROOT is where the server runs
+        service.create_lora_training_client(name, rank=4).result()
+        service.create_sampling_client(base_model=name).result()
 
 
 def test_a_rank_above_the_servers_is_refused_by_a_message_that_names_its_own(service):
