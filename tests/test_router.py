@@ -894,7 +894,7 @@ async def test_a_policy_is_swapped_as_trls_trainer_does_it_while_requests_run():
         assert (await load(f, "trl-policy-v1")).status_code == 200
         base, *_ = (await f.client.get("/v1/models")).json()["data"]
         assert base["id"] == "base" and base["max_model_len"] == 4096
-        early = asyncio.create_task(complete(f, [1, 2, 3], **ask))
+        early = asyncio.create_task(complete(f, [1, 2, 3], max_tokens=200, **ask))  # 2 s: it is there at the pause
         await until(lambda: any(stub.running for stub in stubs))
         assert (await f.client.post("/pause?mode=keep")).status_code == 200
         late = asyncio.create_task(complete(f, [1, 2, 3], **ask))  # it samples on, and waits
