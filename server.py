@@ -159,6 +159,7 @@ class Session:
     display_name: str | None
     last_seen: float = dataclasses.field(default_factory=time.monotonic)
     ended: bool = False
+    ending: asyncio.Task | None = None  # what frees all that it held
     runs: "dict[str, Run]" = dataclasses.field(default_factory=dict)
     samplers: "dict[str, SamplingSession]" = dataclasses.field(default_factory=dict)
 
@@ -395,11 +396,16 @@ class Service:
         return {"type": "session_heartbeat"}
 
     async def end_session(self, session: Session) -> None:
-        """Free what only this session could reach: adapters in training and ephemeral snapshots. Checkpoints stay."""
-        if session.ended:
-            return
-        session.ended = True
-        self.note("end", session.session_id, None)
+        """Whoever asks again meanwhile waits, too: a place that is about to be free can be counted on."""
+        if not session.ended:
+            session.ended = True
+            self.note("end", session.session_id, None)
+            session.ending = self.spawn(self.free(session))
+        if session.ending is not None and not session.ending.done():
+            await asyncio.shield(session.ending)
+
+    async def free(self, session: Session) -> None:
+        """What only this session could reach: adapters in training and ephemeral snapshots. Checkpoints stay."""
         for run in session.runs.values():
             for promise, _, _ in run.pending.values():
                 promise.fail(Gone(f"session {session.session_id} has ended"))
@@ -428,12 +434,16 @@ class Service:
             except Exception:
                 log.exception("%s stays until the next start", snapshot.folder)
 
-    async def make_room(self, own: Session) -> None:
+    async def make_room(self, run: Run) -> None:
         """A new adapter needs a place: other sessions that have been silent for long give up theirs."""
-        if len(self.trainer.adapters) >= self.trainer.config.max_adapters:
-            for session in list(self.sessions.values()):
-                if session is not own and session.runs and time.monotonic() - session.last_seen > LOST_SESSION_S:
-                    await self.end_session(session)
+        if run.model_id not in self.trainer.adapters and len(self.trainer.adapters) >= self.trainer.config.max_adapters:
+            await self.end_silent(LOST_SESSION_S, lambda session: session is not run.session and bool(session.runs))
+
+    async def end_silent(self, longest_s: float, which: Callable[[Session], bool] = lambda _: True) -> None:
+        """Those that nothing was heard of for so long: less where their places are wanted, for laptops sleep, too."""
+        for session in list(self.sessions.values()):
+            if which(session) and time.monotonic() - session.last_seen > longest_s:
+                await self.end_session(session)
 
     # -- training
 
@@ -466,7 +476,7 @@ class Service:
         check_rank(lora.rank, self.model.config.max_rank)
         if lora.train_unembed:
             log.info("%s: train_unembed is accepted, but the unembedding is not trained", run.model_id)
-        await self.make_room(run.session)
+        await self.make_room(run)
         seed = lora.seed if lora.seed is not None else zlib.crc32(run.model_id.encode())  # the same after a restart
         options = dict(rank=lora.rank, train_attn=lora.train_attn, train_mlp=lora.train_mlp, seed=seed)
         await self.on_device(self.trainer.create, run.model_id, **options)
@@ -620,7 +630,7 @@ class Service:
         if run.loaded.setdefault(run.next_seq, checkpoint.folder.name) != checkpoint.folder.name:
             raise ValueError(f"{request.path} is another version now")
         tensors = await in_thread(safetensors.numpy.load_file, checkpoint.folder / "adapter.safetensors")
-        await self.make_room(run.session)
+        await self.make_room(run)
         await self.on_device(self.trainer.restore, run.model_id, tensors, meta, optimizer=request.optimizer)
         self.note("loaded", run.model_id, checkpoint.folder.name, run.next_seq)
         run.unsaved_s = math.inf  # the checkpoint may be deleted: a restart shall not need it
@@ -741,7 +751,7 @@ class Service:
         request = wire.decode_sample(body)
         sampler = find(self.samplers, request.sampling_session_id, "sampling session")
         sampler.session.check_alive()
-        sampler.last_used = time.monotonic()
+        sampler.last_used = sampler.session.last_seen = time.monotonic()
         if request.seq_id not in sampler.requests:
             if sampler.trouble:
                 raise Gone(f"{sampler.sampler_id} did not survive a restart: {sampler.trouble}")
@@ -799,9 +809,10 @@ class Service:
         return {"request_id": promise.request_id}
 
     async def sweep(self) -> None:
-        """Once a minute: forget old results and snapshots, remove expired checkpoints."""
+        """Once a minute: forget sessions that are silent, old results and snapshots, remove expired checkpoints."""
         while True:
             await asyncio.sleep(60)
+            await self.end_silent(KEEP_RESULTS_S)
             while stale := idle(self.samplers.values(), time.monotonic()):  # looked at again: ending one takes time
                 await self.end_sampler(stale[0])
             self.forget(before=time.monotonic() - KEEP_RESULTS_S)

@@ -35,6 +35,8 @@ class Adder:
         self.copying.set()
 
     def create(self, model_id, *, seed, rank, train_attn, train_mlp):
+        if len(self.adapters) >= self.config.max_adapters:
+            raise ValueError(f"{len(self.adapters)} adapters are in training")
         self.adapters[model_id] = {"weights": float(seed), "gradient": 0.0, "step": 0}
 
     def release(self, model_id):
