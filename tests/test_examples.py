@@ -18,6 +18,7 @@ def run(*arguments: str | Path, example: str = "grpo.py", timeout_s: float = 300
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.slow
 def test_grpo_serves_trains_reports_and_leaves_no_server_behind(server, tmp_path):
     state, plot = tmp_path / "state", tmp_path / "plots" / "reward.png"
     shutil.copytree(server.state_dir / "xla", state / "xla")  # what another server has compiled

@@ -101,6 +101,7 @@ def test_sampled_log_probs_are_the_trainers_for_two_adapters_and_the_base_in_one
     check_agreement(*running)
 
 
+@pytest.mark.slow
 def test_they_are_with_scanned_layers_on_four_devices_too(state_dir, tmp_path):
     scanned = model.load(model.ModelConfig(scan_layers=True), state_dir=state_dir)
     trainer, engine, folders = loop(scanned, tmp_path, slots=4)

@@ -223,10 +223,10 @@ def eight_billion():
     return planned("qwen3-8b", 22_528, blocks=Blocks(2048, 4096))
 
 
+@pytest.mark.slow
 class TestCompiled:
     pytestmark = tpu_compile
 
-    @pytest.mark.slow  # minutes
     def test_qwen3_8b_at_its_long_context_peaks_below_16_5_gib_a_chip(self, eight_billion):
         model, plan = eight_billion
         assert plan.report["peak"] <= 16.5 * GIB
@@ -234,12 +234,10 @@ class TestCompiled:
         outside = plan.held["their moments"] + plan.held["their gradients, and a call's"] // 2
         assert abs(plan.total_bytes / (plan.report["peak"] + outside) - 1) <= 0.03
 
-    @pytest.mark.slow
     def test_a_27b_model_peaks_below_34_gib_a_chip(self, tmp_path_factory):
         _, plan = planned(dense(tmp_path_factory), 20_480, blocks=Blocks(1024, 16_384))
         assert plan.report["peak"] <= 34 * GIB
 
-    @pytest.mark.slow
     def test_a_27b_model_fits_three_times_that_context(self, tmp_path_factory):
         _, plan = planned(dense(tmp_path_factory), 65_536, blocks=Blocks(1024, 16_384))
         assert plan.total_bytes <= CHIP.hbm_bytes

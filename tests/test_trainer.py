@@ -441,6 +441,7 @@ def test_rows_are_chosen_by_the_compilers_count_of_bytes(demo, monkeypatch):
         few.warm_up()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_base_that_the_compiler_lays_out_gives_the_same_numbers(state_dir, tmp_path, monkeypatch, tied):
     folder = model_module.write_demo(tmp_path / "demo")
