@@ -96,7 +96,7 @@ async def test_a_silent_sessions_adapters_and_samplers_go_when_another_needs_the
     sampler = rig.service.samplers[await snapshot(rig, f"{silent}:train:0", 1)]
     fall_silent(rig, silent, 100)
     assert "adapters are in training" in (await rig.answer(create(rig, present, 0)))["error"]
-    assert rig.service.session(silent).last_seen > time.monotonic() - 1  # a heartbeat in time
+    assert rig.service.session(silent).last_seen > time.monotonic() - 60  # a heartbeat in time
     fall_silent(rig, silent)
     await rig.answer(rig.forward_backward(f"{silent}:train:0", 2))  # a request is one, too
     assert "adapters are in training" in (await rig.answer(create(rig, present, 1)))["error"]
