@@ -436,5 +436,5 @@ def test_the_readmes_openai_client_samples_through_a_router(fleet, readme_block,
         finally:
             router.terminate()
     assert done.returncode == 0, done.stderr
-    (ours,) = fleet.submit(request(list(b"hello"), max_tokens=8, temperature=0), None).result().sequences
+    (ours,) = fleet.submit(request(list(b"hello"), max_tokens=8, temperature=0.0), None).result().sequences
     assert done.stdout == load_tokenizer(fleet.model.directory).decode(ours.tokens.tolist()) + "\n"
