@@ -36,7 +36,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 # A worker takes a file at a time, in this order: the longest first, so that both end at about the same moment.
-LONGEST = ("tpu", "chaos", "model", "coverage", "trainer", "server", "sampler", "losses", "examples", "restart", "cache")
+LONGEST = ("tpu", "chaos", "model", "coverage", "trainer", "server", "sampler", "losses", "examples", "restart")
 
 
 def pytest_collection_modifyitems(items):
