@@ -1,7 +1,6 @@
 """The example programs, run as their reader runs them."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +18,8 @@ def run(*arguments: str | Path, example: str = "grpo.py", timeout_s: float = 300
 
 
 @pytest.mark.slow
-def test_grpo_serves_trains_reports_and_leaves_no_server_behind(server, tmp_path):
+def test_grpo_serves_trains_reports_and_leaves_no_server_behind(tmp_path):
     state, plot = tmp_path / "state", tmp_path / "plots" / "reward.png"
-    shutil.copytree(server.state_dir / "xla", state / "xla")  # what another server has compiled
     small = ["--warmup-steps=2", "--steps=2", "--prompts=2", "--samples=2"]
     done = run("--serve", "--state-dir", state, "--plot", plot, *small)
     assert done.returncode == 0, done.stdout + done.stderr
