@@ -436,5 +436,8 @@ def test_the_readmes_openai_client_samples_through_a_router(fleet, readme_block,
         finally:
             router.terminate()
     assert done.returncode == 0, done.stderr
-    (ours,) = fleet.submit(request(list(b"hello"), max_tokens=8, temperature=0.0), None).result().sequences
-    assert done.stdout == load_tokenizer(fleet.model.directory).decode(ours.tokens.tolist()) + "\n"
+    tokenizer = load_tokenizer(fleet.model.directory)
+    asked = request(tokenizer.encode("hello").ids, max_tokens=8, temperature=0.0, eos=True)
+    (ours,) = fleet.submit(asked, None).result().sequences
+    whole = lambda text: text.rstrip("\ufffd\n")  # vLLM keeps back what is not a whole character at the end
+    assert whole(done.stdout) == whole(tokenizer.decode(ours.tokens.tolist())) != ""
