@@ -730,8 +730,8 @@ class Trainer:
         """As many rows as the memory takes, where none were asked for, and the base as the step wants it."""
         plan = self.plan()
         log.info("%s", summary(plan))
-        times = self.affordable(plan) if self.config.rows is None else 1
-        if times > 1 and jax.default_backend() != "cpu":  # which gains nothing by more
+        times = self.affordable(plan)  # ValueError, whoever has chosen the rows
+        if self.config.rows is None and times > 1 and jax.default_backend() != "cpu":  # which gains nothing by more
             self._set_rows(times * self.rows)
             plan = self.plan()
         if plan.formats is not None:
