@@ -51,9 +51,9 @@ def score(trainer: Trainer, model_id: str, tokens: np.ndarray) -> np.ndarray:
     )[0][0][0]
 
 
-def train(trainer: Trainer, model_id: str, steps: int = 2) -> None:
+def train(trainer: Trainer, model_id: str, steps: int = 2, dice=rng) -> None:
     for _ in range(steps):
-        tokens = rng.integers(0, 264, 41)
+        tokens = dice.integers(0, 264, 41)
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(40, np.float32)}
         data = [Datum(tokens[:-1].astype(np.int32), inputs)]
         trainer.forward_backward(
@@ -99,6 +99,28 @@ def check_agreement(trainer, engine, folders, atol=1e-4):
 
 def test_sampled_log_probs_are_the_trainers_for_two_adapters_and_the_base_in_one_batch(running):
     check_agreement(*running)
+
+
+def test_what_one_process_has_compiled_another_runs_without_maxtext_to_the_same_bits(
+    state_dir, tmp_path, monkeypatch, nothing_kept
+):
+    """Here in one process, where MaxText is made to fail: neither the layout nor a program may ask for it."""
+    results = []
+    for asked in (model._maxtext_config, None):
+        monkeypatch.setattr(model, "_maxtext_config", asked)
+        base = model.load(model.ModelConfig(), state_dir=state_dir, devices=jax.devices()[:1])
+        trainer = Trainer(base, TrainerConfig(row_len=CONTEXT))
+        trainer.warm_up()
+        trainer.create("a", seed=1, rank=4)
+        train(trainer, "a", dice=np.random.default_rng(1))
+        engine = EmbeddedEngine(base, SamplerConfig(context=CONTEXT, chunk=16, slots=2))
+        folder = publish(trainer, "a", tmp_path / f"adapter-{len(results)}")
+        answer = engine.submit(request(seed=3, prompt_logprobs=True), folder).result()
+        (sequence,) = answer.sequences
+        engine.close()
+        results.append([score(trainer, "a", PROMPT), sequence.tokens, sequence.logprobs, answer.prompt_logprobs])
+    for first, again in zip(*results, strict=True):
+        np.testing.assert_array_equal(first, again)
 
 
 @pytest.mark.slow
