@@ -1,6 +1,7 @@
 """Every test but those marked tpu runs on the CPU: four virtual devices in this process, one in its servers."""
 
 import os
+import re
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked tpu are run with tpu,cpu
@@ -39,10 +40,17 @@ jax.monitoring.register_event_duration_secs_listener(
 LONGEST = ("tpu", "chaos", "model", "coverage", "trainer", "server", "sampler", "losses", "examples", "restart")
 
 
-def pytest_collection_modifyitems(items):
-    """Without vLLM its tests are skipped, and say how to have it; where it must be there (.ci/run) they fail."""
+def pytest_collection_modifyitems(config, items):
+    """Slow tests, and those of vLLM, are left out where -m does not name them.
+
+    Without vLLM its tests are skipped, and say how to have it; where it must be there (.ci/run) they fail.
+    """
     place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    unasked = {"slow", "engine"} - set(re.findall(r"\w+", config.getoption("markexpr")))
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     missing = not (model.ENGINE / "installed").is_file() and not os.environ.get("REQUIRE_ENGINE")
     for item in items if missing else ():
         if item.get_closest_marker("engine"):
@@ -72,8 +80,6 @@ def nothing_kept(tmp_path):
 @pytest.fixture(scope="session")
 def readme_block():
     """A function: the README's one Python block that says this."""
-    import re
-
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
     def readme_block(says: str) -> str:
@@ -109,7 +115,6 @@ def serve(tmp_path_factory):
     the others find, as after a restart.
     """
     import contextlib
-    import re
     import shutil
     import signal
     import subprocess
@@ -157,10 +162,20 @@ def serve(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def server(serve, tmp_path_factory):
-    """The server that most tests share."""
+def shared_server(serve, tmp_path_factory):
     with serve(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(shared_server):
+    """The server that most tests share. No file leaves a session to the next: there are 8 places for adapters."""
+    import httpx
+
+    yield shared_server
+    with httpx.Client(base_url=f"{shared_server.url}/api/v1/") as http:
+        for session_id in http.get("sessions", params={"limit": 10_000}).json()["sessions"]:
+            assert http.post(f"sessions/{session_id}/finish", json={}).is_success
 
 
 @pytest.fixture(scope="session")
