@@ -64,7 +64,7 @@ from cache import TinkerPath
 from losses import LOSSES, loss_numbers, token_fields
 from model import ModelConfig, check_rank, load
 from sampler import EmbeddedEngine, Fleet, Overloaded, SamplerConfig
-from trainer import Trainer, TrainerConfig
+from trainer import CALLS, Trainer, TrainerConfig
 
 log = logging.getLogger("server")
 
@@ -254,7 +254,7 @@ class Service:
     ):
         self.config, self.store, self.journal, self.trainer, self.sampler = config, store, journal, trainer, sampler
         self.model = trainer.model
-        self.device = ThreadPoolExecutor(1, "device")
+        self.device, self.calls = ThreadPoolExecutor(1, "device"), asyncio.Semaphore(CALLS)
         self.scoring = threading.Lock()
         self.to_score: dict[Path | None, list[tuple[np.ndarray, Future]]] = {}  # by the adapter's folder
         if isinstance(sampler, Fleet):
@@ -533,8 +533,10 @@ class Service:
         seq_ids, promises, requests = zip(*group, strict=True)
         backward = not requests[0].forward_only
         try:
-            call = functools.partial(self.trainer.forward_backward, backward=backward)
-            answers = await self.on_device(call, run.model_id, requests)
+            async with self.calls:
+                turns, answers = self.trainer.turns(run.model_id, requests, backward=backward), None
+                while answers is None:  # the device takes others' turns between
+                    answers = await self.on_device(next, turns)
         except Exception as error:
             if len(group) == 1:
                 return self.fail(run, promises[0], error)
@@ -732,12 +734,15 @@ class Service:
         return future
 
     def score_waiting(self, folder: Path | None) -> None:
-        """On the device thread: those that wait for the same adapter share tiles, as many as one call may take."""
+        """On the device thread: those that wait for the same adapter share a tile."""
+        taken, room = [], self.trainer.rows * self.trainer.row_len
         with self.scoring:
-            waiting, most = self.to_score.pop(folder, []), SHARED_TILES * self.trainer.rows
-            taken = waiting[:most]
-            if waiting[most:]:
-                self.to_score[folder] = waiting[most:]
+            waiting = self.to_score.pop(folder, [])
+            while waiting and room > 0:
+                taken.append(waiting.pop(0))
+                room -= len(taken[-1][0])
+            if waiting:
+                self.to_score[folder] = waiting
         if not (taken := [(prompt, future) for prompt, future in taken if future.set_running_or_notify_cancel()]):
             return  # an earlier call took them
         try:

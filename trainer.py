@@ -30,7 +30,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -54,6 +54,7 @@ SENTINEL = -9e3  # engines report "no log-prob" as -9999 or -99999; no real one 
 TARGETS = 32  # targets a position may have in one tile; a datum with more of them is scored in several
 FILL, MOST_ROWS = 0.9, 16  # of the free memory; of the fewest rows: more in a tile gains little
 RETRY_S = (0.1, 1.0)  # waits before an allocation that failed is tried again
+CALLS = 2  # that may take turns on the devices: one that is long, and those of everybody else
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class Request(Protocol):
 
 
 Answer = tuple[list[np.ndarray], dict[str, float]]  # log-probs of each datum's targets, and metrics
+Turns = Generator[None, None, tuple[Adapter | None, float]]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -583,7 +585,7 @@ def make_plan(
             "head": 0 if tied else one(model.head),
             f"{max_adapters} adapters": max_adapters * one(adapter),
             "their moments": 2 * max_adapters * one(adapter),
-            "their gradients, and a call's": (max_adapters + 1) * one(adapter),
+            "their gradients, and the calls'": (max_adapters + CALLS) * one(adapter),
             "a tile's tokens": one(numbers, further),
         },
         temp={
@@ -690,7 +692,7 @@ class Trainer:
         self.adapters: dict[str, AdapterState] = {}
         self._place = lambda arrays: jax.device_put(arrays, model.sharding(None, "fsdp"))
         self.blocks = choose_blocks(model)
-        self._new: Adapter | None = None  # the gradients of the call that runs, zero between calls; None: to be made
+        self._spare: Adapter | None = None  # zeros, for the next call's gradient; None: to be made
         self._parameters = model.parameters  # counting them walks the whole tree
         self.alone = False  # one sequence a row?
         self._set_rows(rows)
@@ -762,11 +764,19 @@ class Trainer:
         -> for each request the log-probs of each datum's targets (float32, of the targets' shape, in the given order;
         with `backward` 0 where nothing was asked: the prompt) and its metrics.
         """
-        started, state = time.perf_counter(), self.adapters[model_id]
+        *_, answers = self.turns(model_id, requests, backward=backward)
+        return answers
+
+    def turns(self, model_id: str, requests: Sequence[Request], *, backward: bool) -> Iterator[Any]:
+        """`forward_backward` with the devices given back after each tile: None where more follow, then the answers.
+
+        CALLS of these may run at the same time: each has a gradient of its own, which joins the adapter's at the end.
+        """
+        state = self.adapters[model_id]
         (loss_fn,) = {request.loss_fn for request in requests}
-        pieces, tiles = self._through_tiles(state.weights, state.scale, requests, loss_fn, backward=backward)
-        new, self._new = self._new, None  # until it has joined, nobody may add to it
-        filled, elapsed = sum(len(piece.tokens) for piece in pieces), time.perf_counter() - started
+        pieces, tiles = self._pack(requests)
+        new, elapsed = yield from self._patiently(state.weights, state.scale, tiles, pieces, loss_fn, backward)
+        filled = sum(len(piece.tokens) for piece in pieces)
         tokens = sum(len(piece.tokens) for piece in pieces if piece.first)
         shared = {
             "tile_fill:mean": filled / (len(tiles) * self.rows * self.row_len),
@@ -782,10 +792,9 @@ class Trainer:
             metrics = request_metrics(request, mine, backward=backward) | shared | {"tiles:sum": share}
             answers.append((_by_datum(request, mine), metrics))
         if backward:  # the last thing that can fail
-            state.gradients, new = self._commit(state.gradients, new)
+            state.gradients, self._spare = self._commit(state.gradients, new)
             state.accumulated += len(requests)
-        self._new = new
-        return answers
+        yield answers
 
     def score(self, prompts: Sequence[np.ndarray], folder: Path | None) -> list[np.ndarray]:
         """The log-prob of each token (float32 [n], NaN at 0) of prompts of 2..row_len + 1 tokens, which share tiles,
@@ -793,37 +802,66 @@ class Trainer:
         """
         weights, scale = self.model.read_peft(folder) if folder is not None else (self.model.zeros(), 1)
         request = _scoring([tokens[:-1] for tokens in prompts], [tokens[1:] for tokens in prompts])
-        pieces, _ = self._through_tiles(weights, np.float32(scale), [request], request.loss_fn, backward=False)
+        pieces, tiles = self._pack([request])
+        for _ in self._patiently(weights, np.float32(scale), tiles, pieces, request.loss_fn, backward=False):
+            pass
         return [np.concatenate([np.full(1, np.nan, np.float32), scores]) for scores in _by_datum(request, pieces)]
 
-    def _through_tiles(
-        self, weights: Adapter, scale: Any, requests: Sequence[Request], loss_fn: str, *, backward: bool
-    ) -> tuple[list[Piece], list[Tile]]:
-        """The requests' pieces, with what they came to; with `backward` the gradient is in `_new`."""
+    def _pack(self, requests: Sequence[Request]) -> tuple[list[Piece], list[Tile]]:
         pieces = make_pieces(requests)
-        tiles = make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
-        _patiently(functools.partial(self._run, weights, scale, tiles, pieces, loss_fn, backward), self._free)
-        return pieces, tiles
+        return pieces, make_tiles(pieces, rows=self.rows, row_len=self.row_len, alone=self.alone)
 
-    def _run(self, weights: Adapter, scale, tiles: list[Tile], pieces: list[Piece], loss_fn: str, backward: bool):
-        """All tiles, dispatched without waiting: the host packs and copies while the devices compute."""
-        outputs = []
-        self._new = self.model.zeros() if self._new is None else self._new
-        for tile in tiles:
-            args = self._arguments(weights, scale, tile, loss_fn)
+    def _patiently(self, *args, **kwargs) -> Turns:
+        """`_run` from its beginning again, after a while, where the device has no memory left; then it gives up.
+
+        What a failed one has left is dropped; the compiled programs and the adapters stay.
+        """
+        waits = list(RETRY_S)
+        while True:
+            try:
+                return (yield from self._run(*args, **kwargs))
+            except Exception as error:
+                self._spare = None
+                if not waits or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                log.warning("the device is out of memory; trying again in %g s", waits[0])
+            gc.collect()
+            time.sleep(waits.pop(0))
+            yield
+
+    def _run(
+        self, weights: Adapter, scale: Any, tiles: list[Tile], pieces: list[Piece], loss_fn: str, backward: bool
+    ) -> Turns:
+        """A tile a turn; the host prepares the next one's numbers while the devices compute. `pieces` are filled in.
+
+        -> the gradient and the seconds that it took, without those of others' turns.
+        """
+        new, elapsed, started = None, 0.0, time.perf_counter()
+        if backward:
+            new, self._spare = self._spare or self.model.zeros(), None
+        args = self._arguments(weights, scale, tiles[0], loss_fn)
+        for tile, following in itertools.zip_longest(tiles, tiles[1:]):
             if backward:
-                self._new, out = self._gradient(*args[:3], self._new, *args[3:])
+                new, out = self._gradient(*args[:3], new, *args[3:])
             else:
                 out = self._forward(*args)
-            outputs.append(out)
-        for tile, (first, more) in zip(tiles, outputs, strict=True):
-            first, more = np.asarray(first), np.asarray(more) if tile.further is not None else None
-            for i, (row, start) in tile.places.items():
-                piece, here = pieces[i], np.s_[:, row, start : start + len(pieces[i].tokens)]
-                piece.outputs, piece.logprobs = first[here], first[here][:1].T
-                if more is not None:
-                    further = more[: piece.targets.shape[1] - 1][here]
-                    piece.logprobs = np.concatenate([piece.logprobs, further.T], axis=1)
+            if following is not None:
+                args = self._arguments(weights, scale, following, loss_fn)
+            self._read(tile, pieces, *out)
+            elapsed += time.perf_counter() - started
+            if following is not None:
+                yield
+                started = time.perf_counter()
+        return new, elapsed
+
+    def _read(self, tile: Tile, pieces: list[Piece], first: Any, more: Any) -> None:
+        first, more = np.asarray(first), np.asarray(more) if tile.further is not None else None
+        for i, (row, start) in tile.places.items():
+            piece, here = pieces[i], np.s_[:, row, start : start + len(pieces[i].tokens)]
+            piece.outputs, piece.logprobs = first[here], first[here][:1].T
+            if more is not None:
+                further = more[: piece.targets.shape[1] - 1][here]
+                piece.logprobs = np.concatenate([piece.logprobs, further.T], axis=1)
 
     def _arguments(self, weights: Adapter, scale: Any, tile: Tile, loss_fn: str) -> tuple:
         further = self._place(tile.further) if tile.further is not None else self._nothing_further
@@ -831,11 +869,6 @@ class Trainer:
         loss = np.int32(list(LOSSES).index(loss_fn))
         model = self.model.base, self.model.head, weights, scale
         return *model, *numbers, further, np.int32(tile.planes), loss
-
-    def _free(self) -> None:
-        """Drop what a failed call has left; the compiled programs and the adapters stay."""
-        self._new = None
-        gc.collect()
 
     def _flops(self, pieces: Sequence[Piece], backward: bool) -> float:
         """What the model itself takes, without rematerialisation: 2 a parameter and token, as often again for the
@@ -956,19 +989,6 @@ def _by_datum(request: Request, pieces: Sequence[Piece]) -> list[np.ndarray]:
         columns[piece.datum].append(piece.logprobs)
     shapes = [datum.inputs["target_tokens"].shape for datum in request.data]
     return [np.concatenate(each, axis=1).reshape(shape) for each, shape in zip(columns, shapes, strict=True)]
-
-
-def _patiently(run: Callable[[], None], free: Callable[[], None]) -> None:
-    """Run it; where the device has no memory left, free what can be, wait, and try again before giving up."""
-    for wait_s in (*RETRY_S, None):
-        try:
-            return run()
-        except Exception as error:
-            free()
-            if wait_s is None or "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            log.warning("the device is out of memory; trying again in %g s", wait_s)
-        time.sleep(wait_s)
 
 
 def check_shape(model: Model, *, rows: int, row_len: int) -> None:

@@ -23,7 +23,7 @@ import server
 
 
 class Adder:
-    """A trainer whose adapter is one number: forward_backward adds the tokens' sum to its gradient, a step adds that."""
+    """A trainer whose adapter is one number: `turns` adds the tokens' sum to its gradient, a step adds that."""
 
     def __init__(self, row_len: int):
         self.rows, self.row_len, self.config = 4, row_len, SimpleNamespace(max_adapters=8)
@@ -42,13 +42,17 @@ class Adder:
     def release(self, model_id):
         self.adapters.pop(model_id, None)
 
-    def forward_backward(self, model_id, requests, *, backward):
-        adapter, answers = self.adapters[model_id], []
+    def turns(self, model_id, requests, *, backward):
+        """A request a turn."""
+        adapter, answers, gradient = self.adapters[model_id], [], 0.0
         for request in requests:
-            adapter["gradient"] += sum(float(datum.tokens.sum()) for datum in request.data) * backward
+            if answers:
+                yield
+            gradient += sum(float(datum.tokens.sum()) for datum in request.data) * backward
             logprobs = [np.full(len(datum.tokens), adapter["weights"], np.float32) for datum in request.data]
             answers.append((logprobs, {"loss:sum": adapter["weights"]}))
-        return answers
+        adapter["gradient"] += gradient
+        yield answers
 
     def optim_step(self, model_id, adam):
         adapter = self.adapters[model_id]

@@ -421,6 +421,33 @@ def test_one_that_goes_on_failing_fails_its_request_alone(trainer, adapter, monk
     assert np.isfinite(train(trainer, sick, [datum(2)])[1]["loss:sum"]) and compilations() == count
 
 
+def test_calls_that_take_turns_give_to_the_bit_what_each_gives_alone(trainer, adapter, monkeypatch, compilations):
+    """Also where one of them fails in the middle, and where a client's call is given up."""
+    long, data, short = [datum(i, 40) for i in range(3)], [datum(9)], lambda name: fb(trainer, name, [datum(9)])
+    alone = [adapter(name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    expected, before = (fb(trainer, alone[0], long), short(alone[1])), compilations()
+    twins = [bits(trainer, name) for name in alone]
+    trainer.release("a")
+    mine, other, given_up = [adapter(name, seed=seed) for name, seed in (("c", 0), ("d", 1), ("e", 0))]
+    untouched = bits(trainer, given_up)
+    turns = trainer.turns(mine, [Request(long)], backward=True)
+    assert next(turns) is None and same(bits(trainer, mine), untouched)
+    dropped = trainer.turns(given_up, [Request(long)], backward=True)
+    assert next(dropped) is None
+    dropped.close()
+    assert same(short(other)[0], expected[1][0])
+    assert next(turns) is None
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.RETRY_S", ())
+        patch.setattr(trainer, "_gradient", OutOfMemory(trainer._gradient, {1}))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            fb(trainer, given_up, data)
+    (((logprobs, metrics),),) = turns
+    assert same(logprobs, expected[0][0]) and metrics["tiles:sum"] == 3
+    assert all(same(bits(trainer, name), twin) for name, twin in zip((mine, other), twins, strict=True))
+    assert same(bits(trainer, given_up), untouched) and compilations() == before
+
+
 def test_the_token_budget_follows_from_the_memory_that_is_free():
     assert token_budget(1000, 100, rows=4, row_len=512) == 9  # nine tenths of what is free
     assert token_budget(10**9, 100, rows=4, row_len=512) == MOST_ROWS
@@ -437,8 +464,9 @@ def test_rows_are_chosen_by_the_compilers_count_of_bytes(demo, monkeypatch):
     monkeypatch.setattr("trainer._memory_limit", lambda model: held + 4 * temp)
     assert few.affordable(few.plan()) == 3  # nine tenths of four
     monkeypatch.setattr("trainer._memory_limit", lambda model: held + temp - 1)
-    with pytest.raises(ValueError, match=f"--row-len is {ROW}"):
-        few.warm_up()
+    for rows in (None, 1):  # chosen by the trainer or by the user
+        with pytest.raises(ValueError, match=f"--row-len is {ROW}"):
+            Trainer(demo, TrainerConfig(row_len=ROW, rows=rows)).warm_up()
 
 
 @pytest.mark.slow
@@ -685,7 +713,7 @@ def test_gradients_and_weights_are_donated(trainer, adapter):
     name = adapter("a")
     state = trainer.adapters[name]
     fb(trainer, name, [datum(1)])
-    old = list(trainer._new.values())
+    old = list(trainer._spare.values())
     fb(trainer, name, [datum(1)])
     assert all(array.is_deleted() for array in old)
     weights = list(state.weights.values())
