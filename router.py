@@ -24,24 +24,26 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import hmac
 import itertools
 import json
 import logging
 import os
+import random
 import re
 import resource
-import secrets
 import socket
 import sys
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from hashlib import blake2b
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 import tyro
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger("router")
 
@@ -104,15 +106,17 @@ Ask = Callable[["Replica"], Awaitable[str | None]]  # None: done; else why not
 # ---- which replica: a pure core
 
 
-def block_hashes(data: bytes, digest: bytes, step: int) -> list[bytes]:
-    """One digest a full block of `step` bytes, each over the one before it (at first `digest`): two prompts share a
-    block's digest exactly when they share everything up to its end.
+def block_hashes(data: bytes, seed: int, step: int) -> list[int]:
+    """One hash a full block of `step` bytes, each over the one before it (at first `seed`): two prompts share a block's
+    hash exactly when they share everything up to its end. Python's own hash: keyed anew in each process, 60 bits wide.
     """
-    hashes = []
-    for end in range(step, len(data) + 1, step):
-        digest = blake2b(digest + data[end - step : end], digest_size=16).digest()
-        hashes.append(digest)
-    return hashes
+    return list(
+        itertools.accumulate(
+            (data[end - step : end] for end in range(step, len(data) + 1, step)),
+            lambda before, block: hash((before, block)),
+            initial=seed,
+        )
+    )[1:]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -128,8 +132,8 @@ class Index:
     """
 
     def __init__(self):
-        self.versions: dict[str, dict[bytes, Block]] = {}  # KV of one adapter is useless under another
-        self.caches: dict[Hashable, collections.OrderedDict[bytes, str]] = {}  # of a replica: block -> its version
+        self.versions: dict[str, dict[int, Block]] = {}  # KV of one adapter is useless under another
+        self.caches: dict[Hashable, collections.OrderedDict[int, str]] = {}  # of a replica: block -> its version
         self.capacity: dict[Hashable, int] = {}  # in blocks
 
     def add(self, replica: Hashable, capacity: int) -> None:
@@ -147,14 +151,14 @@ class Index:
             for cache in self.caches.values():
                 cache.pop(digest, None)
 
-    def known(self, replica: Hashable, hashes: Sequence[bytes]) -> int:
+    def known(self, replica: Hashable, hashes: Sequence[int]) -> int:
         """How many leading blocks the replica holds."""
         cache, n = self.caches[replica], 0
         while n < len(hashes) and hashes[n] in cache:
             n += 1
         return n
 
-    def common(self, version: str, hashes: Sequence[bytes]) -> int:
+    def common(self, version: str, hashes: Sequence[int]) -> int:
         """How many leading blocks identify no prompt (a chat template, a tool list): all up to the last one that every
         replica holds, or that goes on in more than FORKS ways.
         """
@@ -165,7 +169,7 @@ class Index:
                 return n
         return 0
 
-    def record(self, replica: Hashable, version: str, hashes: Sequence[bytes]) -> None:
+    def record(self, replica: Hashable, version: str, hashes: Sequence[int]) -> None:
         """The replica has read or written these blocks just now."""
         cache, blocks, parent = self.caches[replica], self.versions.setdefault(version, {}), None
         for digest in hashes:
@@ -182,7 +186,7 @@ class Index:
         while len(cache) > self.capacity[replica]:
             self._disown(*cache.popitem(last=False))
 
-    def _disown(self, digest: bytes, version: str) -> None:
+    def _disown(self, digest: int, version: str) -> None:
         blocks = self.versions[version]
         block = blocks[digest]
         block.owners -= 1
@@ -216,8 +220,8 @@ class Prompt:
     key: bytes  # 4 bytes a token; empty: any replica will do
     tokens: bool  # the key is token ids; else text, a token of which is about as long
     version: str  # whose KV it makes
-    seed: bytes
-    hashes: list[bytes]
+    seed: int
+    hashes: list[int]
 
 
 def _ids(ids: Any) -> bytes:
@@ -227,6 +231,14 @@ def _ids(ids: Any) -> bytes:
 def _message(message: dict) -> bytes:
     """The same for a reply and for the message that repeats it in the next turn."""
     return json.dumps([message.get("role"), message.get("content"), message.get("tool_calls") or None]).encode() + b"\n"
+
+
+def parsed(text: bytes) -> Any:
+    """JSON; ValueError."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)  # which takes what Python writes, too: NaN, half a surrogate
 
 
 def prompt_key(payload: dict, tokenizer: Any = None) -> tuple[bytes, bool]:
@@ -252,7 +264,7 @@ def replies(body: bytes, *, tokens: bool) -> tuple[list[bytes], dict]:
     """(what followed the prompt in each choice, the usage) of a JSON answer or of a whole stream of events."""
     events = [line[6:] for line in body.splitlines() if line.startswith(b"data: {")] or [body]
     ids, texts, said, usage = collections.defaultdict(list), collections.defaultdict(str), {}, {}
-    for event in map(json.loads, events):
+    for event in map(parsed, events):
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
             index, message = choice["index"], choice.get("message") or choice.get("delta")
@@ -488,7 +500,7 @@ class Router:
         answer = await self.serve(Call(target=path.encode(), headers=JSON_LINE, payload=payload, request_id=new_id()))
         if answer.status != 200:
             raise ValueError(answer.text) if answer.status < 500 else Refusal(answer.status, answer.text)
-        return json.loads(answer.body)
+        return parsed(answer.body)
 
     async def serve(self, call: Call, sink: Sink | None = None) -> Answer:
         """As `forward`; but prompts of a batch go each its own way, and their choices come back in their order."""
@@ -510,7 +522,7 @@ class Router:
             return failed[0]
         usage = collections.Counter()
         try:
-            parts = [json.loads(answer.body) for answer in answers]
+            parts = [parsed(answer.body) for answer in answers]
             for part in parts:
                 usage.update({name: n for name, n in (part.get("usage") or {}).items() if isinstance(n, int)})
             choices = [choice | {"index": i} for i, choice in enumerate(c for part in parts for c in part["choices"])]
@@ -592,7 +604,7 @@ class Router:
         key, tokens = prompt_key(payload, self.tokenizer)
         key = key[: 4 * self.models[0].get("max_model_len", len(key))]  # the engine will refuse what is longer
         version = model if model is not None else self.models[0]["id"]
-        seed = blake2b(f"{version}\0{payload.get('cache_salt')}".encode(), digest_size=16).digest()
+        seed = hash((version, str(payload.get("cache_salt"))))
         return Prompt(key, tokens, version, seed, block_hashes(key, seed, 4 * self.block_tokens))
 
     def _choose(self, ready: list[Replica], prompt: Prompt) -> tuple[Replica, float]:
@@ -671,7 +683,7 @@ class Router:
         answer = await replica.ask("GET", "/v1/models")
         if answer.status != 200:
             raise RuntimeError(f"/v1/models answers {answer.text}")
-        cards = json.loads(answer.body)["data"]
+        cards = parsed(answer.body)["data"]
         adapters = {card["id"]: card["root"] for card in cards if card.get("parent")}
         return [card for card in cards if not card.get("parent")], adapters
 
@@ -905,7 +917,7 @@ def last_written(folder: str) -> int | None:
 
 
 def new_id() -> bytes:
-    return secrets.token_hex(8).encode()
+    return b"%016x" % random.getrandbits(64)
 
 
 def answer_of(content: Any, status: int = 200) -> Answer:
@@ -1042,7 +1054,7 @@ def _start(answer: Answer, request_id: bytes, length: int | None = None) -> dict
 
 def _json(body: bytes) -> dict:
     try:
-        payload = json.loads(body)
+        payload = parsed(body)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(payload, dict):
@@ -1069,6 +1081,37 @@ def _strings(body: bytes, *names: str) -> list[str]:
     return [payload[name] for name in names]
 
 
+class Joined:
+    """A transport that sends what is written in one turn of the loop at its end, in one packet: uvicorn writes the head
+    and the body of an answer apart, and a packet costs as much as all that is computed for it.
+    """
+
+    def __init__(self, transport: asyncio.Transport):
+        self.transport, self.written = transport, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self.written:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self.written.append(data)
+
+    def flush(self) -> None:
+        if self.written:
+            self.transport.write(b"".join(self.written))
+            self.written.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self.transport.close()
+
+
+class Protocol(HttpToolsProtocol):
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(Joined(transport))  # pyright: ignore[reportArgumentType]
+
+
 def main(config: RouterConfig) -> None:
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_key:
         raise ValueError(f"--host {config.host} can be reached from elsewhere: set --api-key (or $ROUTER_API_KEY) too")
@@ -1086,6 +1129,7 @@ def main(config: RouterConfig) -> None:
     log.info("listening at http://%s:%d for %d replicas", config.host, sock.getsockname()[1], len(config.replica))
     options = uvicorn.Config(
         Proxy(Router(config)),
+        http=Protocol,
         lifespan="on",
         log_level="warning",
         access_log=False,
@@ -1095,6 +1139,7 @@ def main(config: RouterConfig) -> None:
         date_header=False,
         proxy_headers=False,  # the replicas' own headers go through
     )
+    gc.set_threshold(50_000)  # the index has no cycles, and walking all of it again and again is a tenth of the CPU
     uvicorn.Server(options).run(sockets=[sock])
 
 

@@ -102,7 +102,7 @@ def test_equals_take_turns():
 def test_a_block_is_known_by_all_that_came_before_it():
     """aibrix 917: unchained blocks let the joined text match the second one in its middle."""
     first, second = b"What a Good Day!!!!", b"Not a bad day today!"
-    hashes = lambda data: block_hashes(data, b"", 4)
+    hashes = lambda data: block_hashes(data, 0, 4)
     joined = hashes(first + b" " + second)
     assert joined[:4] == hashes(first)
     assert not set(joined[4:]) & set(hashes(second))
@@ -111,7 +111,7 @@ def test_a_block_is_known_by_all_that_came_before_it():
 
 @given(st.binary(max_size=64), st.binary(max_size=64), st.sampled_from([4, 8]))
 def test_prompts_share_blocks_exactly_as_far_as_they_share_a_beginning(a, b, step):
-    shared = sum(x == y for x, y in zip(block_hashes(a, b"", step), block_hashes(b, b"", step), strict=False))
+    shared = sum(x == y for x, y in zip(block_hashes(a, 0, step), block_hashes(b, 0, step), strict=False))
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert shared == same // step
 
