@@ -20,6 +20,7 @@ which layer a model, or an adapter on it (--adapter FOLDER), departs from Huggin
 Read first: maxtext/checkpoint_conversion/utils/param_mapping.py (names), qwix's LoraProvider (what it intercepts).
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -35,7 +36,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -411,6 +412,19 @@ def kept[T](
     return made
 
 
+@contextlib.contextmanager
+def configured(**settings: Any) -> Iterator[None]:
+    """JAX's settings of these names, for all threads."""
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 class Kept:
     """A jitted program that later processes run without tracing it: compiled for its first arguments, of which shapes
     are enough, and for no others.
@@ -439,19 +453,17 @@ class Kept:
             )
         return self.executable
 
-    def compile(self, *args) -> jax.stages.Compiled:
+    def compile(self, *args, quick: bool = False) -> jax.stages.Compiled:
         """Neither kept nor looked for, in JAX's cache either: an executable of a CPU that was read loses functions when
-        it is written again. What it is compiled for need not be here.
+        it is written again. What it is compiled for need not be here. `quick`: unoptimised, of the same memory.
         """
-        lowered, name = self.program.lower(*args), "jax_enable_compilation_cache"
-        with ONE_AT_A_TIME:
-            before = getattr(jax.config, name)
+        lowered = self.program.lower(*args)
+        settings = {"jax_enable_compilation_cache": False} | ({"jax_optimization_level": "O0"} if quick else {})
+        with ONE_AT_A_TIME, configured(**settings):
+            compilation_cache.reset_cache()  # or it would not look at the setting
             try:
-                jax.config.update(name, False)
-                compilation_cache.reset_cache()  # or it would not look at the setting
                 return lowered.compile()
             finally:
-                jax.config.update(name, before)
                 compilation_cache.reset_cache()
 
 

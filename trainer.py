@@ -534,7 +534,7 @@ def make_plan(
     """Compile the gradient program for [rows, row_len] and read what the compiler says; `model` may be abstract.
 
     `gradient`: one of `programs`, whose executable the plan's is then. `memory_only`: neither time nor collectives, for
-    which the whole program would have to be read.
+    which the program would have to be optimised, in three to four times the time, and read.
     ValueError where the compiler itself finds that it cannot fit.
     """
     whole, planes_of, device = model.sharding(), model.sharding(None, "fsdp"), model.mesh.devices.flat[0]
@@ -546,9 +546,11 @@ def make_plan(
     base = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model.base)
     args = (adapter, adapter, np.float32(1), *numbers, further, np.int32(1), np.int32(0))
     log.info("compiling a step of %d x %d tokens", rows, row_len)
-    compile = gradient.compiled if gradient is not None else programs(model, blocks).gradient.compile
     try:
-        compiled = compile(base, model.head, *args)
+        if gradient is not None:
+            compiled = gradient.compiled(base, model.head, *args)
+        else:
+            compiled = programs(model, blocks).gradient.compile(base, model.head, *args, quick=memory_only)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -994,9 +996,18 @@ def _by_datum(request: Request, pieces: Sequence[Piece]) -> list[np.ndarray]:
 def check_shape(model: Model, *, rows: int, row_len: int) -> None:
     if rows < 1 or rows % model.fsdp:
         raise ValueError(f"--rows is {rows}; it must be a multiple of the {model.fsdp} devices of the fsdp axis")
-    longest = model.hf_config["max_position_embeddings"]
-    if not 1 < row_len <= longest:
-        raise ValueError(f"--row-len is {row_len}; {model.name} takes 2..{longest} tokens")
+    if not 1 < row_len <= longest_row(model):
+        raise ValueError(f"--row-len is {row_len}; {model.name} takes 2..{longest_row(model)} tokens")
+
+
+def longest_row(model: Model) -> int:
+    """Tokens of the longest sequence that the model is made for."""
+    return model.hf_config["max_position_embeddings"]
+
+
+def longest_asked(model: Model) -> int:
+    """Where a search ends if memory does not end it: the attention's mask takes a minute there, and it is square."""
+    return min(longest_row(model), 131_072)
 
 
 def _memory_limit(model: Model) -> int | None:
@@ -1084,11 +1095,11 @@ def topology(name: str) -> list:
         raise ValueError(f"--topology is {name}: {str(error).splitlines()[0]} (such as v5p:2x2x1)") from error
 
 
-def largest(make: Callable[[int], Plan], known: Plan, size: Callable[[Plan], int], unit: int) -> Plan:
+def largest(make: Callable[[int], Plan], known: Plan, size: Callable[[Plan], int], *, unit: int, most: int) -> Plan:
     """The largest plan that fits, `known` where even that does not.
 
     Memory grows with the tokens, nearly along a line: the next size asked for is where it would meet the limit.
-    make: size, a multiple of `unit` -> its plan.
+    make: size, a multiple of `unit` and at most `most` -> its plan.
     """
     limit = known.limit_bytes
     assert limit is not None
@@ -1098,7 +1109,7 @@ def largest(make: Callable[[int], Plan], known: Plan, size: Callable[[Plan], int
         guess = size(below) + int((limit - below.total_bytes) / slope)
         if above is not None:
             guess = min(max(guess, size(below) + unit), above - unit)
-        guess = guess // unit * unit
+        guess = min(guess, most) // unit * unit
         if guess <= size(below):
             break
         try:
@@ -1121,14 +1132,16 @@ def main(config: PlanConfig) -> None:
     rows = config.rows if config.rows is not None else model.fsdp
     check_shape(model, rows=rows, row_len=config.row_len)
     blocks = choose_blocks(model)
-    make = lambda rows, row_len: make_plan(model, blocks, rows=rows, row_len=row_len, max_adapters=config.adapters)
-    plan = make(rows, config.row_len)
+    make = functools.partial(make_plan, model, blocks, max_adapters=config.adapters)
+    plan = make(rows=rows, row_len=config.row_len)
     print(table(plan))
     flags = f"--model {config.model} --max-rank {config.rank} --max-adapters {config.adapters} --remat {config.remat}"
     if config.search and plan.limit_bytes is not None:
-        unit = 512
-        longest = largest(lambda row_len: make(rows, row_len), plan, lambda plan: plan.row_len, unit)
-        most = largest(lambda rows: make(rows, config.row_len), plan, lambda plan: plan.rows, model.fsdp)
+        make, row_len = functools.partial(make, memory_only=True), config.row_len
+        by_length = lambda row_len: make(rows=rows, row_len=row_len)
+        longest = largest(by_length, plan, lambda plan: plan.row_len, unit=512, most=longest_asked(model))
+        by_rows, limits = lambda rows: make(rows=rows, row_len=row_len), dict(unit=model.fsdp, most=MOST_ROWS * rows)
+        most = largest(by_rows, plan, lambda plan: plan.rows, **limits)
         print(f"\nlongest that fits: {rows} x {longest.row_len}; most rows: {most.rows} x {config.row_len}")
         plan = longest
     print(f"\nuv run server.py {flags} --rows {plan.rows} --row-len {plan.row_len}")

@@ -40,13 +40,26 @@ from report import finish
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from losses import target_logprobs
 from model import ModelConfig, abstract, load
-from trainer import CHIPS, GIB, Trainer, TrainerConfig, choose_blocks, largest, make_plan, read_hlo, topology
+from trainer import (
+    CHIPS,
+    GIB,
+    Blocks,
+    Trainer,
+    TrainerConfig,
+    choose_blocks,
+    largest,
+    longest_asked,
+    make_plan,
+    read_hlo,
+    topology,
+)
 
 ROOT, MIB = Path(__file__).resolve().parent, 2**20
 TOPOLOGIES = ("v5p:2x2x1", "v5e:2x2", "v6e:2x2")  # four chips each
 T, D, V = 20_480, 5120, 248_320
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-32b")
 FITS = ROOT / "fits.json"
+LARGEST = Blocks(2048, 16_384)  # of the walks over the head that a server chooses from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,13 +160,11 @@ def fits(config: Config) -> dict[str, dict[str, int]]:
     for size in config.models:
         for name in config.topologies:
             model = abstract(ModelConfig(model=size, remat="full"), devices=topology(name))
-            options: dict[str, Any] = dict(rows=model.fsdp, max_adapters=8)
-            make = lambda row_len, model=model, options=options: make_plan(
-                model, choose_blocks(model), row_len=row_len, **options
-            )
+            options: dict[str, Any] = dict(rows=model.fsdp, max_adapters=8, memory_only=True)
+            make = lambda row_len, model=model, options=options: make_plan(model, LARGEST, row_len=row_len, **options)
             try:
                 first = make(4096)
-                best = largest(make, first, lambda plan: plan.row_len, 512)
+                best = largest(make, first, lambda plan: plan.row_len, unit=512, most=longest_asked(model))
                 longest = best.row_len if best.total_bytes <= (best.limit_bytes or 0) else 0
             except ValueError:
                 longest = 0

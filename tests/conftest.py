@@ -68,13 +68,10 @@ def compilations():
 def nothing_kept(tmp_path):
     """The folder, empty, in which this test's programs are kept, by JAX all of them."""
     settings = {"jax_compilation_cache_dir": str(tmp_path / "xla"), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in settings}
-    for values in (settings, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
+    with model.configured(**settings):
         compilation_cache.reset_cache()
-        if values is settings:
-            yield tmp_path / "xla"
+        yield tmp_path / "xla"
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
