@@ -76,10 +76,10 @@ def nothing_kept(tmp_path):
 
 @pytest.fixture(scope="session")
 def readme_block():
-    """A function: the README's one Python block that says this."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """A function: the README's one block of this language that says this."""
 
-    def readme_block(says: str) -> str:
+    def readme_block(says: str, language: str = "python") -> str:
+        blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
         (block,) = (block for block in blocks if says in block)
         return block
 

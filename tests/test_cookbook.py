@@ -289,8 +289,8 @@ def test_a_rolling_checkpoint_makes_the_one_before_go(recipes, server):
     assert sorted(there) == sorted([saved[-1], saved[-1].replace("/weights/", "/sampler_weights/")])
 
 
-def test_the_command_of_the_readme_goes_on_where_it_was_killed(server, tmp_path):
-    (block,) = re.findall(r"```bash\n(.*?tinker_cookbook.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_command_of_the_readme_goes_on_where_it_was_killed(server, readme_block, tmp_path):
+    block = readme_block("tinker_cookbook", "bash")
     folders = {"state/models/demo": server.model, "state/arithmetic": tmp_path / "run"}
     here = {"http://127.0.0.1:8000": server.url, **folders}
     for theirs, ours in here.items():
