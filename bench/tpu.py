@@ -13,7 +13,7 @@ ms is the compiler's own estimate, cycles per fusion times trip counts. It leave
 (attention), so only ratios mean anything. Nothing is executed but in `cpu`, and every other number repeats exactly.
 
 Left out: what a chip would really do; tests marked `tpu` ask one.
-Run: `uv run --group topology bench/tpu.py` (half an hour; --no-fits and the like leave sections out)
+Run: `uv run --group topology bench/tpu.py` (an hour; --no-fits and the like leave sections out)
 """
 
 import dataclasses
