@@ -459,10 +459,11 @@ class Kept:
         """
         lowered = self.program.lower(*args)
         settings = {"jax_enable_compilation_cache": False} | ({"jax_optimization_level": "O0"} if quick else {})
-        with ONE_AT_A_TIME, configured(**settings):
-            compilation_cache.reset_cache()  # or it would not look at the setting
+        with ONE_AT_A_TIME:
             try:
-                return lowered.compile()
+                with configured(**settings):
+                    compilation_cache.reset_cache()  # or it would not look at the setting
+                    return lowered.compile()
             finally:
                 compilation_cache.reset_cache()
 

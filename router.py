@@ -509,8 +509,9 @@ class Router:
             return await self.forward(call, sink)
         if len(prompts) > self.config.max_in_flight:
             raise ValueError(f"prompt holds {len(prompts)} prompts; at most {self.config.max_in_flight} are in flight")
+        payload = json.loads(call.body) if call.body else call.payload  # with integers of any size
         alone = lambda i, prompt: dataclasses.replace(
-            call, payload=call.payload | {"prompt": prompt}, body=b"", request_id=b"%b-%d" % (call.request_id, i)
+            call, payload=payload | {"prompt": prompt}, body=b"", request_id=b"%b-%d" % (call.request_id, i)
         )
         tasks = [asyncio.create_task(self.forward(alone(i, prompt))) for i, prompt in enumerate(prompts)]
         try:
@@ -594,7 +595,7 @@ class Router:
             if answer.status < 500:
                 replica.on_trial = False
                 if prompt.key and answer.status == 200:
-                    asyncio.get_running_loop().call_soon(self._learn, replica, prompt, answer)  # the client first
+                    asyncio.get_running_loop().call_later(0, self._learn, replica, prompt, answer)  # the client first
                 return answer
             self.counts["retries"] += 1
             tried.add(replica)
@@ -1098,9 +1099,9 @@ class Joined:
         self.written.append(data)
 
     def flush(self) -> None:
-        if self.written:
+        if self.written and not self.transport.is_closing():
             self.transport.write(b"".join(self.written))
-            self.written.clear()
+        self.written.clear()
 
     def close(self) -> None:
         self.flush()
@@ -1110,6 +1111,10 @@ class Joined:
 class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(Joined(transport))  # pyright: ignore[reportArgumentType]
+
+    def eof_received(self) -> None:
+        """The client has nothing more to say, and the connection ends: what has been written goes before."""
+        self.transport.flush()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main(config: RouterConfig) -> None:

@@ -255,8 +255,8 @@ class Service:
         self.config, self.store, self.journal, self.trainer, self.sampler = config, store, journal, trainer, sampler
         self.model = trainer.model
         self.device, self.calls = ThreadPoolExecutor(1, "device"), asyncio.Semaphore(CALLS)
-        self.scoring = threading.Lock()
         self.to_score: dict[Path | None, list[tuple[np.ndarray, Future]]] = {}  # by the adapter's folder
+        self.scorer: asyncio.Task | None = None
         if isinstance(sampler, Fleet):
             sampler.score = self.score
         self.promises: dict[str, Promise] = {}
@@ -540,6 +540,8 @@ class Service:
         except Exception as error:
             if len(group) == 1:
                 return self.fail(run, promises[0], error)
+            answers = None
+        if answers is None:  # and the error is gone, with the frames that hold a gradient
             for each in group:
                 await self.share_tiles(run, [each])
             return
@@ -728,29 +730,35 @@ class Service:
         if not 2 <= len(prompt) <= self.trainer.row_len + 1:
             return None
         future: Future = Future()
-        with self.scoring:
-            self.to_score.setdefault(folder, []).append((prompt, future))
-        self.device.submit(self.score_waiting, folder)
+        self.closing.get_loop().call_soon_threadsafe(self.add_to_score, folder, prompt, future)
         return future
 
-    def score_waiting(self, folder: Path | None) -> None:
-        """On the device thread: those that wait for the same adapter share a tile."""
-        taken, room = [], self.trainer.rows * self.trainer.row_len
-        with self.scoring:
-            waiting = self.to_score.pop(folder, [])
-            while waiting and room > 0:
-                taken.append(waiting.pop(0))
-                room -= len(taken[-1][0])
-            if waiting:
-                self.to_score[folder] = waiting
-        if not (taken := [(prompt, future) for prompt, future in taken if future.set_running_or_notify_cancel()]):
-            return  # an earlier call took them
-        try:
-            for (_, future), scores in zip(taken, self.trainer.score([p for p, _ in taken], folder), strict=True):
-                future.set_result(scores)
-        except Exception as error:
-            for _, future in taken:
-                future.set_exception(error)
+    def add_to_score(self, folder: Path | None, prompt: np.ndarray, future: Future) -> None:
+        self.to_score.setdefault(folder, []).append((prompt, future))
+        if self.scorer is None or self.scorer.done():
+            self.scorer = self.spawn(self.score_waiting())
+
+    async def score_waiting(self) -> None:
+        """One adapter after the other; prompts that wait for the same one share tiles, as many as one call may take."""
+        most = SHARED_TILES * self.trainer.rows
+        while self.to_score:
+            folder, waiting = next(iter(self.to_score.items()))
+            del self.to_score[folder]
+            if waiting[most:]:
+                self.to_score[folder] = waiting[most:]  # behind the others
+            taken = [(prompt, future) for prompt, future in waiting[:most] if future.set_running_or_notify_cancel()]
+            if not taken:
+                continue
+            turns, scores = self.trainer.score_turns([prompt for prompt, _ in taken], folder), None
+            try:
+                while scores is None:
+                    scores = await self.on_device(next, turns)
+            except Exception as error:
+                for _, future in taken:
+                    future.set_exception(error)
+            else:
+                for (_, future), each in zip(taken, scores, strict=True):
+                    future.set_result(each)
 
     def asample(self, body: bytes) -> dict:
         request = wire.decode_sample(body)

@@ -54,7 +54,7 @@ SENTINEL = -9e3  # engines report "no log-prob" as -9999 or -99999; no real one 
 TARGETS = 32  # targets a position may have in one tile; a datum with more of them is scored in several
 FILL, MOST_ROWS = 0.9, 16  # of the free memory; of the fewest rows: more in a tile gains little
 RETRY_S = (0.1, 1.0)  # waits before an allocation that failed is tried again
-CALLS = 2  # that may take turns on the devices: one that is long, and those of everybody else
+CALLS = 2  # that may take turns on the devices, each with a gradient of its own; a third waits for one to end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -802,12 +802,16 @@ class Trainer:
         """The log-prob of each token (float32 [n], NaN at 0) of prompts of 2..row_len + 1 tokens, which share tiles,
         under a published adapter; None: the base.
         """
+        *_, scores = self.score_turns(prompts, folder)
+        return scores
+
+    def score_turns(self, prompts: Sequence[np.ndarray], folder: Path | None) -> Iterator[Any]:
+        """`score`, as `turns` is forward_backward."""
         weights, scale = self.model.read_peft(folder) if folder is not None else (self.model.zeros(), 1)
         request = _scoring([tokens[:-1] for tokens in prompts], [tokens[1:] for tokens in prompts])
         pieces, tiles = self._pack([request])
-        for _ in self._patiently(weights, np.float32(scale), tiles, pieces, request.loss_fn, backward=False):
-            pass
-        return [np.concatenate([np.full(1, np.nan, np.float32), scores]) for scores in _by_datum(request, pieces)]
+        yield from self._patiently(weights, np.float32(scale), tiles, pieces, request.loss_fn, backward=False)
+        yield [np.concatenate([np.full(1, np.nan, np.float32), scores]) for scores in _by_datum(request, pieces)]
 
     def _pack(self, requests: Sequence[Request]) -> tuple[list[Piece], list[Tile]]:
         pieces = make_pieces(requests)
@@ -1117,7 +1121,7 @@ def largest(make: Callable[[int], Plan], known: Plan, size: Callable[[Plan], int
         except ValueError:  # the compiler has refused it, so that there is no point for a line
             above, slope = guess, 2 * (limit - below.total_bytes) / (guess - size(below))
             continue
-        slope = (plan.total_bytes - below.total_bytes) / (guess - size(below))
+        slope = max((plan.total_bytes - below.total_bytes) / (guess - size(below)), 1)
         if plan.total_bytes <= limit:
             below = plan
         else:

@@ -170,7 +170,7 @@ def server(shared_server):
     import httpx
 
     yield shared_server
-    with httpx.Client(base_url=f"{shared_server.url}/api/v1/") as http:
+    with httpx.Client(base_url=f"{shared_server.url}/api/v1/", timeout=60) as http:
         for session_id in http.get("sessions", params={"limit": 10_000}).json()["sessions"]:
             assert http.post(f"sessions/{session_id}/finish", json={}).is_success
 

@@ -250,10 +250,10 @@ class Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app, port: int = 0) -> AsyncIterator[tuple[str, Server]]:
-    """(url, server); ends with the block, or by `server.kill()` before."""
+async def serving(app, port: int = 0, **settings) -> AsyncIterator[tuple[str, Server]]:
+    """(url, server); ends with the block, or by `server.kill()` before. `settings` are uvicorn's."""
     sock = listen(port)
-    server = Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=60))
+    server = Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_keep_alive=60, **settings))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:
         await asyncio.sleep(0.001)

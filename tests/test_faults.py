@@ -19,10 +19,12 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import httpx
+import numpy as np
 import pytest
 from test_coverage import Leaf
 from test_recover import Rig, in_loop
@@ -451,6 +453,31 @@ async def test_a_model_waits_for_one_tile_of_each_other_however_much_these_have_
     assert max(tokens for _, tokens in calls) < bound + 200
     assert sum(tokens for model_id, tokens in calls if model_id == greedy) == 100 * 200
     assert len([model_id for model_id, _ in calls if model_id == greedy]) >= math.ceil(100 * 200 / (bound + 200))
+    rig.kill()
+
+
+@in_loop
+async def test_a_model_waits_for_one_tile_of_the_prompts_that_are_scored(tmp_path):
+    rig = Rig(tmp_path)
+    model_id, asked, scored, scripted = await rig.model(rig.session()), [], [], rig.trainer.score_turns
+
+    def recorded(prompts, folder):
+        for scores in scripted(prompts, folder):
+            scored.append(folder)
+            yield scores
+            time.sleep(0.01)
+
+    rig.trainer.score_turns = recorded
+    for i in range(300):
+        folder = Path("ab"[i % 2])
+        asked.append(asyncio.wrap_future(rig.service.score(np.zeros(3 + i % 5, np.int32), folder)))
+    await asyncio.sleep(0.1)
+    before = len(scored)
+    await rig.answer(rig.forward_backward(model_id, 1))
+    assert before > 0 and len(scored) - before <= 6 < 300 - before
+    rig.trainer.score_turns = scripted
+    assert [len(scores) for scores in await asyncio.gather(*asked)] == [3 + i % 5 for i in range(300)]
+    assert not rig.service.to_score
     rig.kill()
 
 

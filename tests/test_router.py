@@ -43,7 +43,7 @@ async def fleet(*stubs: Stub, **config):
         served = [await stack.enter_async_context(serving(stub)) for stub in stubs]
         urls, servers = [url for url, _ in served], [server for _, server in served]
         routing = Router(RouterConfig(replica=tuple(urls), **QUICK | config))
-        url, _ = await stack.enter_async_context(serving(router.Proxy(routing)))
+        url, _ = await stack.enter_async_context(serving(router.Proxy(routing), http=router.Protocol))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=30, limits=limits, verify=False)
@@ -156,6 +156,41 @@ def test_a_template_identifies_no_prompt_and_a_group_of_conversations_makes_none
     assert index.common("v", [*template, "r0"]) == 2
     index.record("B", "v", [*template, "r0"])
     assert index.common("v", [*template, "r0"]) == 3  # everybody has it
+
+
+def test_what_is_written_in_one_turn_of_the_loop_leaves_in_one_packet():
+    class Transport:
+        def __init__(self):
+            self.sent, self.closed = [], False
+
+        def write(self, data):
+            assert not self.closed
+            self.sent.append(data)
+
+        def close(self):
+            self.closed = True
+
+        def is_closing(self):
+            return self.closed
+
+    async def turns() -> list:
+        transport = Transport()
+        joined = router.Joined(transport)
+        for part in (b"head, ", b"body"):
+            joined.write(part)
+        await asyncio.sleep(0)
+        joined.write(b"end")
+        joined.close()
+        joined.write(b"to a client that has left")
+        await asyncio.sleep(0)
+        return transport.sent
+
+    assert asyncio.run(turns()) == [b"head, body", b"end"]
+
+
+@pytest.mark.parametrize("text", [b'{"x": NaN}', b'"\\ud800"', b"[1e999]", b'{"a": [1, 2.5, null, "\xc3\xa9"]}'])
+def test_whatever_python_takes_for_json_is_json(text):
+    assert repr(router.parsed(text)) == repr(json.loads(text))
 
 
 def replay(prompts: list[list[int]], replicas: int = 2, in_flight: int = 128) -> tuple[list[int], Router]:
@@ -346,16 +381,27 @@ async def test_prompts_of_a_batch_are_routed_each_on_its_own_and_joined_in_order
     stubs = Stub(), Stub()
     async with fleet(*stubs) as f:
         prompts = [ids(48, seed) for seed in range(6)]
-        single = [(await complete(f, prompt, n=2, seed=5)).json()["choices"] for prompt in prompts]
+        seed = 2**64 + 1  # which only Python's json reads as it is
+        single = [(await complete(f, prompt, n=2, seed=seed)).json()["choices"] for prompt in prompts]
         before = [stub.prompts for stub in stubs]
         assert before == [3, 3]
-        batch = (await complete(f, prompts, n=2, seed=5)).json()
+        batch = (await complete(f, prompts, n=2, seed=seed)).json()
         assert [choice["token_ids"] for choice in batch["choices"]] == [c["token_ids"] for pair in single for c in pair]
         assert [choice["index"] for choice in batch["choices"]] == list(range(12))
         assert batch["usage"]["prompt_tokens"] == 6 * 48
         assert [stub.prompts for stub in stubs] == [6, 6] and f.router.counts["affinity"] == 6
         bad = await complete(f, [[1], [2]], max_tokens=0)
         assert bad.status_code == 400 and "max_tokens" in bad.text
+
+
+async def test_a_client_that_has_said_all_gets_its_answer():
+    async with fleet(Stub()) as f:
+        reader, writer = await asyncio.open_connection(*f.url.removeprefix("http://").split(":"))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200") and json.loads(answer.partition(b"\r\n\r\n")[2])["data"]
 
 
 async def test_a_stream_passes_through_as_it_comes():
