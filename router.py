@@ -595,7 +595,8 @@ class Router:
             if answer.status < 500:
                 replica.on_trial = False
                 if prompt.key and answer.status == 200:
-                    asyncio.get_running_loop().call_later(0, self._learn, replica, prompt, answer)  # the client first
+                    loop = asyncio.get_running_loop()  # in two turns: the client has its packet at the end of this one
+                    loop.call_soon(loop.call_soon, self._learn, replica, prompt, answer)
                 return answer
             self.counts["retries"] += 1
             tried.add(replica)
