@@ -16,6 +16,7 @@ Run: `.engine/bin/python tests/trl_client.py MODEL_DIRECTORY ROUTER_URL OUTPUT_D
 import functools
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,8 +80,9 @@ def main(model: str, url: str, output: str, steps: str) -> None:
     for there, ours in here.items():
         assert there in block, f"the README's block does not say {there}"
         block = block.replace(there, ours)
-    names: dict = {}
-    exec(block, names)
+    script = Path(f"{output}.py")
+    script.write_text(block)
+    names = runpy.run_path(str(script), run_name="__main__")
     (Path(output) / "log.json").write_text(json.dumps(names["trainer"].state.log_history, indent=1))
 
 
