@@ -9,8 +9,7 @@ reached; *token hits* are the share of prompt tokens that were. Replicas are stu
 Multi-turn: conversations of 4 turns that begin with a group's prompt, 3 replicas. Reply and user turn are short (24 and
 16 tokens at the mean), which makes it hard: least loaded scores about 75 % on it.
 
-CPU is the router process's own, from the scheduler's count, all threads; ours parses HTTP by h11, in Python, unless
-httptools is installed. Client, stubs and router share this machine:
+CPU is the router process's own, from the scheduler's count, all threads. Client, stubs and router share this machine:
 compare the rows, and take added latency from the sequential column, where nothing queues.
 
 The Rust peers run beside it if they are found: pip install vllm-router==0.1.17 sglang-router==0.3.2 in an environment
