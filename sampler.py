@@ -50,7 +50,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 from tokenizers import Tokenizer
 
-from model import ENGINE, Adapter, Kept, Model
+from model import EMBEDDING, ENGINE, Adapter, Kept, Model
 from router import Refusal, Router, RouterConfig, to_the_end
 
 log = logging.getLogger("sampler")
@@ -242,6 +242,18 @@ def programs(model: Model, context: int):
 # ---- the engine
 
 
+def engine_bytes(model: Model, config: SamplerConfig) -> int:
+    """What an `EmbeddedEngine` holds on each device beside the trainer's model: the slots' caches and adapters, and on
+    several devices a base of its own.
+    """
+    size = lambda shapes: sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) * model.dtype.itemsize
+    own = size(model.base) + (0 if model.tied else size(model.head)) if model.mesh.size > 1 else 0
+    row = size(jax.eval_shape(lambda: blank_row(model, config.context)))
+    adapter = size({path: jax.ShapeDtypeStruct(shape, model.dtype) for path, shape in model.shapes.items()})
+    spare = 2  # rows: the blank one, and one that a prompt is read into
+    return own + (config.slots + spare) * row + (config.slots + config.adapters) * adapter
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request on its way through the engine."""
@@ -276,7 +288,8 @@ class EmbeddedEngine:
         self.tokenizer, self.eos = load_tokenizer(model.directory), eos_tokens(model.directory)
         replicated = model.sharding()
         # A sharded base would be gathered at every decoded token: on several devices the engine has its own copy.
-        self.base, self.head = jax.device_put((model.base, model.head), replicated)
+        self.base = jax.device_put(model.base, replicated)
+        self.head = self.base[EMBEDDING] if model.tied else jax.device_put(model.head, replicated)
         self.blank = jax.device_put(blank_row(model, config.context), replicated)
         self.prefill, self.insert, self.decode = programs(model, config.context)
         stack = lambda one: jax.tree.map(lambda x: jnp.zeros((config.slots, *x.shape), x.dtype), one)

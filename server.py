@@ -63,7 +63,7 @@ import wire
 from cache import TinkerPath
 from losses import LOSSES, loss_numbers, token_fields
 from model import ModelConfig, check_rank, load
-from sampler import EmbeddedEngine, Fleet, Overloaded, SamplerConfig
+from sampler import EmbeddedEngine, Fleet, Overloaded, SamplerConfig, engine_bytes
 from trainer import CALLS, Trainer, TrainerConfig
 
 log = logging.getLogger("server")
@@ -1309,7 +1309,8 @@ def build(config: ServerConfig, store: cache.Store, journal: cache.Journal) -> S
     log.info("loading %s on %d %s device(s)", config.model.model, jax.device_count(), jax.default_backend())
     model = load(config.model, state_dir=config.state_dir)
     fleet = Fleet(model, config.sampler, config.state_dir) if config.sampler.sampler == "vllm" else None
-    trainer = Trainer(model, config.trainer)
+    beside = {} if fleet is not None else {"the embedded sampler": engine_bytes(model, config.sampler)}
+    trainer = Trainer(model, config.trainer, beside=beside)
     trainer.warm_up()
     model = trainer.model  # as the step wants it laid out
     sampler = fleet if fleet is not None else EmbeddedEngine(model, config.sampler)

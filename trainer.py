@@ -32,6 +32,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -43,7 +44,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from losses import LARGEST, LOSSES, TokenInputs, loss_numbers, score, token_fields, token_losses
-from model import ALPHA, Adapter, Kept, Model, ModelConfig, abstract, check_rank, kept
+from model import ALPHA, EMBEDDING, Adapter, Kept, Model, ModelConfig, abstract, check_rank, kept
 
 log = logging.getLogger("trainer")
 
@@ -369,8 +370,8 @@ class Programs(NamedTuple):
 
 
 def programs(model: Model, blocks: Blocks) -> Programs:
-    whole, planes_of = model.sharding(), model.sharding(None, "fsdp")
-    pinned: dict[str, Any] = dict(out_shardings=(whole, (whole, planes_of)))
+    whole, spread, planes_of = model.sharding(), model.spread, model.sharding(None, "fsdp")
+    pinned: dict[str, Any] = dict(out_shardings=(spread, (whole, planes_of)))
     if chooses := model.mesh.devices.flat[0].platform in CHOOSY:
         formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), model.base)
         pinned["in_shardings"] = (formats, *[None] * 9)
@@ -380,8 +381,8 @@ def programs(model: Model, blocks: Blocks) -> Programs:
     return Programs(
         Kept("gradient", gradient, model, blocks, chooses),
         Kept("forward", forward, model, blocks),
-        jax.jit(commit_program, donate_argnums=1, out_shardings=whole),
-        jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=whole),
+        jax.jit(commit_program, donate_argnums=1, out_shardings=(spread, spread)),
+        jax.jit(adamw_program, donate_argnums=(0, 1, 2), out_shardings=(spread, spread, (spread, spread), whole)),
     )
 
 
@@ -528,72 +529,55 @@ def make_plan(
     rows: int,
     row_len: int,
     max_adapters: int,
+    beside: Mapping[str, int] = MappingProxyType({}),
     gradient: Kept | None = None,
     memory_only: bool = False,
 ) -> Plan:
     """Compile the gradient program for [rows, row_len] and read what the compiler says; `model` may be abstract.
 
+    `beside`: bytes a device that others hold, by what they are.
     `gradient`: one of `programs`, whose executable the plan's is then. `memory_only`: neither time nor collectives, for
     which the program would have to be optimised, in three to four times the time, and read.
     ValueError where the compiler itself finds that it cannot fit.
     """
-    whole, planes_of, device = model.sharding(), model.sharding(None, "fsdp"), model.mesh.devices.flat[0]
-    shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=planes_of)
-    adapter = {path: jax.ShapeDtypeStruct(of, np.float32, sharding=whole) for path, of in model.shapes.items()}
-    further = tuple(shape(dtype, TARGETS - 1, rows, row_len) for dtype in (np.int32, np.float32))
-    numbers = shape(np.int32, 5, rows, row_len), shape(np.float32, len(TokenInputs._fields), rows, row_len)
+    tile, spread = tile_shapes(model, rows=rows, row_len=row_len), model.spread
+    adapter = {path: jax.ShapeDtypeStruct(of, np.float32, sharding=spread[path]) for path, of in model.shapes.items()}
+    device, tokens = model.mesh.devices.flat[0], rows * row_len
     # An array has a layout already: only a shape leaves the choice.
     base = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model.base)
-    args = (adapter, adapter, np.float32(1), *numbers, further, np.int32(1), np.int32(0))
+    args = (base, model.head, adapter, adapter, np.float32(1), *tile, np.int32(1), np.int32(0))
     log.info("compiling a step of %d x %d tokens", rows, row_len)
     try:
         if gradient is not None:
-            compiled = gradient.compiled(base, model.head, *args)
+            compiled = gradient.compiled(*args)
         else:
-            compiled = programs(model, blocks).gradient.compile(base, model.head, *args, quick=memory_only)
+            compiled = programs(model, blocks).gradient.compile(*args, quick=memory_only)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).split("Oom:")[-1].split(" HLO module")[0].strip()
         raise ValueError(f"{rows} rows of {row_len} tokens do not fit {device.device_kind}: {reason}") from error
-    analysis, cycles, collectives = compiled.memory_analysis(), 0, []
-    assert analysis is not None
+    cycles, collectives = 0, []
     if not memory_only:
-        trips = {"tiles": -(-rows * row_len // blocks.tile), "further": 0}
-        cycles, collectives = read_hlo(compiled.as_text() or "", trips)
+        cycles, collectives = read_hlo(compiled.as_text() or "", trip_counts(blocks, tokens))
     chip = CHIPS.get(device.device_kind)
     seconds = cycles / chip.hz if chip and cycles else None
-    tokens = rows * row_len
     flops = 4 * tokens * (model.parameters + model.head.size) / model.mesh.size  # without attention: nor has the time
-
-    one = lambda *leaves: sum(_bytes_a_device(leaf) for leaf in jax.tree.leaves(leaves))
-    tied = any(leaf is model.head for leaf in jax.tree.leaves(model.base))
-    hidden = tokens * model.head.shape[1] * model.dtype.itemsize // model.mesh.size
-    layers = model.hf_config["num_hidden_layers"]
-    saved = hidden * layers if model.config.remat == "full" or model.scanned else 0
-    # What the TPU's compiler holds against its memory is the peak; its temp counts gaps: it passes 113 of 95 GiB so.
-    report = {
-        "arguments": analysis.argument_size_in_bytes,
-        "temp": analysis.temp_size_in_bytes,
-        "peak": analysis.peak_memory_in_bytes,
-    }
-    temp = report["peak"] - report["arguments"] if device.platform == "tpu" else report["temp"]
+    report, one = _report(compiled), lambda *leaves: sum(_bytes_a_device(leaf) for leaf in jax.tree.leaves(leaves))
     return Plan(
         rows=rows,
         row_len=row_len,
         blocks=blocks,
         held={
             "base": one(model.base),
-            "head": 0 if tied else one(model.head),
+            "head": 0 if model.tied else one(model.head),
             f"{max_adapters} adapters": max_adapters * one(adapter),
             "their moments": 2 * max_adapters * one(adapter),
             "their gradients, and the calls'": (max_adapters + CALLS) * one(adapter),
-            "a tile's tokens": one(numbers, further),
+            "a tile's tokens": one(tile),
+            **beside,
         },
-        temp={
-            "activations kept between layers": min(saved, temp),
-            "a layer, a tile of the loss": max(temp - saved, 0),
-        },
+        temp=_temp(model, report, tokens),
         report=report,
         limit_bytes=_memory_limit(model),
         collectives=collectives,
@@ -601,6 +585,42 @@ def make_plan(
         mfu=flops / seconds / chip.flops if seconds and chip else None,
         formats=compiled.input_formats[0][0] if device.platform in CHOOSY else None,
     )
+
+
+def tile_shapes(model: Model, *, rows: int, row_len: int) -> tuple:
+    """A tile as the programs take it, in shapes: (ints, floats, further)."""
+    planes_of = model.sharding(None, "fsdp")
+    shape = lambda dtype, n: jax.ShapeDtypeStruct((n, rows, row_len), dtype, sharding=planes_of)
+    further = tuple(shape(dtype, TARGETS - 1) for dtype in (np.int32, np.float32))
+    return shape(np.int32, 5), shape(np.float32, len(TokenInputs._fields)), further
+
+
+def trip_counts(blocks: Blocks, tokens: int) -> dict[str, int]:
+    """Of the loss's loops, which are traced: every token is scored, of one target each."""
+    return {"tiles": -(-tokens // blocks.tile), "further": 0}
+
+
+def _report(compiled: Any) -> dict[str, int]:
+    analysis = compiled.memory_analysis()
+    return {
+        "arguments": analysis.argument_size_in_bytes,
+        "temp": analysis.temp_size_in_bytes,
+        "peak": analysis.peak_memory_in_bytes,
+    }
+
+
+def _temp(model: Model, report: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """What comes and goes during a step of so many tokens, of which the layers' inputs are known."""
+    # What the TPU's compiler holds against its memory is the peak; its temp counts gaps: it passes 113 of 95 GiB so.
+    tpu = model.mesh.devices.flat[0].platform == "tpu"
+    temp = report["peak"] - report["arguments"] if tpu else report["temp"]
+    kept = model.config.remat == "full" or model.scanned
+    layers = model.hf_config["num_hidden_layers"] if kept else 0
+    inputs = layers * tokens * model.head.shape[1] * model.dtype.itemsize // model.mesh.size
+    return {
+        "activations kept between layers": min(inputs, temp),
+        "a layer, a tile of the loss": max(temp - inputs, 0),
+    }
 
 
 @functools.cache
@@ -621,18 +641,13 @@ def choose_blocks(model: Model) -> Blocks:
 def _loss_cycles(model: Model, blocks: Blocks) -> int:
     """What the compiler expects of the loss alone and its gradient, for 4,096 tokens of hidden states a device."""
     rows, row_len = model.mesh.size, 4096
-    shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=model.sharding(*spec))
-    plane, whole = (None, "fsdp"), np.int32(1)
-    args = (
-        shape(model.dtype, ("fsdp",), rows, row_len, model.head.shape[1]),
-        model.head,
-        shape(np.int32, plane, 5, rows, row_len),
-        shape(np.float32, plane, len(TokenInputs._fields), rows, row_len),
-        tuple(shape(dtype, plane, TARGETS - 1, rows, row_len) for dtype in (np.int32, np.float32)),
-    )
+    sizes = (rows, row_len, model.head.shape[1])
+    hidden, whole = jax.ShapeDtypeStruct(sizes, model.dtype, sharding=model.sharding("fsdp")), np.int32(1)
+    ints, floats, further = tile_shapes(model, rows=rows, row_len=row_len)
     run = lambda *args: hidden_loss(model, blocks, *args, everything=False)
-    compiled = jax.jit(jax.grad(run, has_aux=True)).lower(*args, whole, whole).compile()
-    return read_hlo(compiled.as_text() or "", {"tiles": -(-rows * row_len // blocks.tile), "further": 0})[0]
+    gradient = jax.jit(jax.grad(run, has_aux=True))
+    compiled = gradient.lower(hidden, model.head, ints, floats, further, whole, whole).compile()
+    return read_hlo(compiled.as_text() or "", trip_counts(blocks, rows * row_len))[0]
 
 
 def size_of(count: int) -> str:
@@ -670,11 +685,8 @@ def table(plan: Plan) -> str:
 
 def laid_out(model: Model, formats: Any) -> Model:
     """The model with its base as `formats` say. Each array is given up as it is copied: the old model is of no use."""
-    leaves, tree = jax.tree.flatten(model.base)
-    tied = next((i for i, leaf in enumerate(leaves) if leaf is model.head), None)
-    moved = [jax.device_put(leaf, to, donate=True) for leaf, to in zip(leaves, jax.tree.leaves(formats), strict=True)]
-    head = model.head if tied is None else moved[tied]
-    return dataclasses.replace(model, base=jax.tree.unflatten(tree, moved), head=head)
+    base = {path: jax.device_put(leaf, formats[path], donate=True) for path, leaf in model.base.items()}
+    return dataclasses.replace(model, base=base, head=base[EMBEDDING] if model.tied else model.head)
 
 
 def _bytes_a_device(leaf: Any) -> int:
@@ -685,8 +697,9 @@ def _bytes_a_device(leaf: Any) -> int:
 
 
 class Trainer:
-    def __init__(self, model: Model, config: TrainerConfig):
-        self.model, self.config = model, config
+    def __init__(self, model: Model, config: TrainerConfig, *, beside: Mapping[str, int] = MappingProxyType({})):
+        """`beside`: as in `make_plan`."""
+        self.model, self.config, self.beside = model, config, beside
         rows = config.rows if config.rows is not None else model.fsdp
         usual = 256 if jax.default_backend() == "cpu" else 512  # attention is quadratic: a CPU feels it that early
         self.row_len = config.row_len if config.row_len is not None else usual
@@ -720,8 +733,9 @@ class Trainer:
         self.release("warm-up")
 
     def plan(self) -> Plan:
-        sizes = dict(rows=self.rows, row_len=self.row_len, max_adapters=self.config.max_adapters)
-        return make_plan(self.model, self.blocks, **sizes, gradient=self._gradient, memory_only=True)
+        sizes: dict[str, Any] = dict(rows=self.rows, row_len=self.row_len, max_adapters=self.config.max_adapters)
+        options: dict[str, Any] = dict(beside=self.beside, gradient=self._gradient, memory_only=True)
+        return make_plan(self.model, self.blocks, **sizes, **options)
 
     def affordable(self, plan: Plan) -> int:
         """How many times its rows fit; ValueError where they do not."""
@@ -930,7 +944,7 @@ class Trainer:
         the same id.
         """
         zeros, accumulated = self.model.zeros, meta.get("accumulated", 0)
-        part = lambda name: jax.device_put(self._padded(tensors, meta, name), self.model.sharding())
+        part = lambda name: jax.device_put(self._padded(tensors, meta, name), self.model.spread)
         state = AdapterState(
             rank=meta["rank"],
             train_attn=meta["train_attn"],
@@ -1029,10 +1043,11 @@ def _memory_limit(model: Model) -> int | None:
 def token_budget(free_bytes: int, temp_bytes: int, *, rows: int, row_len: int) -> int:
     """How many times `rows` fit; temp_bytes is what the step takes for them. ValueError where they do not fit once."""
     if temp_bytes > free_bytes:
-        fits = max(row_len * free_bytes // temp_bytes, 0)
+        free_bytes = max(free_bytes, 0)
         raise ValueError(
             f"--row-len is {row_len}: a step of {rows} such rows takes {temp_bytes:,} bytes a device, of which "
-            f"{free_bytes:,} are free; about {fits} tokens would fit, or take --remat full, or fewer --max-adapters"
+            f"{free_bytes:,} are free; about {row_len * free_bytes // temp_bytes} tokens would fit, or take --remat "
+            "full, fewer --max-adapters, or a sampler on other chips (--sampler vllm --replica URL)"
         )
     return min(int(FILL * free_bytes // max(temp_bytes, 1)), MOST_ROWS)
 
@@ -1055,7 +1070,7 @@ def check_adam(adam: Mapping[str, float]) -> Float32[np.ndarray, "6"]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What fits on a topology, by its compiler: neither weights nor a device are needed."""
+    """What fits on a topology whose sampler is elsewhere, by its compiler: neither weights nor a device are needed."""
 
     model: str  # a Hugging Face directory or hub name, of which config.json is read, or one of MaxText's own names
     topology: str | None = None  # v5p:2x2x1 (4 chips), v5e:2x2, v6e:2x2, ...; unset: the devices of this machine
@@ -1148,7 +1163,7 @@ def main(config: PlanConfig) -> None:
         most = largest(by_rows, plan, lambda plan: plan.rows, **limits)
         print(f"\nlongest that fits: {rows} x {longest.row_len}; most rows: {most.rows} x {config.row_len}")
         plan = longest
-    print(f"\nuv run server.py {flags} --rows {plan.rows} --row-len {plan.row_len}")
+    print(f"\nuv run server.py --sampler vllm --replica URL {flags} --rows {plan.rows} --row-len {plan.row_len}")
 
 
 if __name__ == "__main__":

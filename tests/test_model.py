@@ -402,6 +402,15 @@ def test_every_layer_of_every_kernel_gets_a_gradient_and_its_unused_columns_none
         assert g.any() and not beyond(path, g, RANK).any(), path
 
 
+def test_an_adapter_is_spread_over_the_devices_until_it_is_applied(sharded_demo):
+    adapter = sharded_demo.new_adapter(seed=0, rank=4)
+    whole = sum(array.nbytes for array in adapter.values())
+    held = lambda arrays: sum(array.addressable_shards[0].data.nbytes for array in arrays.values())
+    assert held(adapter) == held(sharded_demo.zeros()) == whole / 4
+    assert held(jax.jit(sharded_demo.scaled)(adapter, 1.0)) == whole
+    assert sharded_demo._spread("odd/a", (4, 6)) == sharded_demo.sharding()  # every device has all of it
+
+
 @TWO
 def test_gradients_match_differences_of_the_float64_forward(base, config, scan):
     """Along one random direction in all of (a, b) at once."""

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import model
-from sampler import EmbeddedEngine, Overloaded, SamplerConfig
+from sampler import EmbeddedEngine, Overloaded, SamplerConfig, engine_bytes
 from trainer import Trainer, TrainerConfig
 from wire import Datum, SampleRequest, SamplingParams
 
@@ -318,6 +318,21 @@ def test_a_failing_step_fails_what_is_in_flight_and_the_engine_recovers(running)
         assert len(engine.submit(request(), folders["a"]).result().sequences[0].tokens) == 12
     finally:
         engine.decode = decode
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_the_engine_takes_of_a_device_is_known_before_it_is_there(demo, sharded_demo, devices):
+    base, config = {1: demo, 4: sharded_demo}[devices], SamplerConfig(context=CONTEXT, slots=3, adapters=1)
+    engine = EmbeddedEngine(base, config)
+    engine.close()
+    arrays = jax.tree.leaves((engine.state, engine.blank, list(engine.adapters.values())))
+    if devices == 1:  # the trainer's own
+        assert engine.head.unsafe_buffer_pointer() == base.head.unsafe_buffer_pointer()
+    else:
+        arrays += jax.tree.leaves((engine.base, engine.head))
+    assert all(array.is_fully_replicated for array in arrays)
+    in_the_making = sum(array.nbytes for array in engine.blank)
+    assert engine_bytes(base, config) == sum(array.nbytes for array in arrays) + in_the_making
 
 
 def test_closing_fails_what_still_waits(demo):

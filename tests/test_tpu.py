@@ -130,7 +130,8 @@ def test_the_search_ends_at_the_largest_size_that_fits(bend, start):
 
 def test_a_plan_names_every_byte_the_program_is_given(sharded_demo):
     plan = make_plan(sharded_demo, Blocks(), rows=4, row_len=64, max_adapters=1)
-    adapter = sum(4 * np.prod(shape) for shape in sharded_demo.shapes.values())
+    adapter = sum(4 * np.prod(shape) for shape in sharded_demo.shapes.values()) / 4  # each device has a part
+    assert plan.held["1 adapters"] == adapter
     outside = plan.held["their moments"] + CALLS * adapter  # two moments; the other gradients
     assert abs((sum(plan.held.values()) - outside) / plan.report["arguments"] - 1) <= 0.03
     assert sum(plan.temp.values()) == plan.report["temp"]
@@ -205,20 +206,23 @@ def planned(name: str, row_len: int, *, rows: int = 4, blocks: Blocks, **options
 
 def check_collectives(model, plan) -> None:
     config = model.hf_config
-    axes = lambda one: set(map(int, re.findall(r"(?<=[\[,])\d+", one.shape)))
+    axes = lambda one: sorted(map(int, re.findall(r"(?<=[\[,])\d+", one.shape)))
     loops = [one for one in plan.collectives if one.looped]
     vocabulary = {config["vocab_size"], config["vocab_size"] // model.fsdp}
-    assert not any(vocabulary & axes(one) for one in loops)
+    assert not any(vocabulary.intersection(axes(one)) for one in loops)
     # the base: layer by layer, so no gather outside of the loops is as large as one layer's largest matrix
     matrix = 2 * config["hidden_size"] * config["intermediate_size"]
     layers = [one for one in loops if one.kind == "all-gather" and one.times % config["num_hidden_layers"] == 0]
     assert max(one.bytes for one in layers) == matrix
     assert all(one.bytes < matrix for one in plan.collectives if one.kind == "all-gather" and not one.looped)
-    # the adapter's gradients: each once, in the base's dtype
-    rank = str(model.config.max_rank)
-    reduced = [one for one in plan.collectives if one.kind == "all-reduce" and f"{rank}]" in one.shape]
-    adapter = sum(np.prod(shape) for shape in model.shapes.values())
-    assert sum(one.bytes * one.times for one in reduced) == 2 * adapter
+    # the adapter is gathered as it is applied, and its gradients are reduced: once, in the base's dtype
+    adapter, rank = 2 * sum(np.prod(shape) for shape in model.shapes.values()), str(model.config.max_rank)
+    whole = [sorted(shape) for shape in model.shapes.values()]
+    moved = lambda kind, which: sum(
+        one.bytes * one.times for one in plan.collectives if one.kind == kind and which(one)
+    )
+    assert moved("all-gather", lambda one: axes(one) in whole) == adapter
+    assert moved("all-reduce", lambda one: f"{rank}]" in one.shape) == adapter
 
 
 def check_total(plan: Plan) -> None:

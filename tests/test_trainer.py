@@ -467,6 +467,9 @@ def test_rows_are_chosen_by_the_compilers_count_of_bytes(demo, monkeypatch):
     for rows in (None, 1):  # chosen by the trainer or by the user
         with pytest.raises(ValueError, match=f"--row-len is {ROW}"):
             Trainer(demo, TrainerConfig(row_len=ROW, rows=rows)).warm_up()
+    monkeypatch.setattr("trainer._memory_limit", lambda model: held + 4 * temp)
+    with pytest.raises(ValueError, match=r"of which 0 are free; .* \(--sampler vllm --replica URL\)"):
+        Trainer(demo, TrainerConfig(row_len=ROW), beside={"the embedded sampler": 5 * temp}).warm_up()
 
 
 @pytest.mark.slow
