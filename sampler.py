@@ -250,8 +250,8 @@ def engine_bytes(model: Model, config: SamplerConfig) -> int:
     own = size(model.base) + (0 if model.tied else size(model.head)) if model.mesh.size > 1 else 0
     row = size(jax.eval_shape(lambda: blank_row(model, config.context)))
     adapter = size({path: jax.ShapeDtypeStruct(shape, model.dtype) for path, shape in model.shapes.items()})
-    spare = 2  # rows: the blank one, and one that a prompt is read into
-    return own + (config.slots + spare) * row + (config.slots + config.adapters) * adapter
+    # The blank row stays; another is there while a prompt is read into it, as an adapter is before the oldest goes.
+    return own + (config.slots + 2) * row + (config.slots + config.adapters + 1) * adapter
 
 
 @dataclasses.dataclass(eq=False)

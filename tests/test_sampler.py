@@ -331,7 +331,7 @@ def test_what_the_engine_takes_of_a_device_is_known_before_it_is_there(demo, sha
     else:
         arrays += jax.tree.leaves((engine.base, engine.head))
     assert all(array.is_fully_replicated for array in arrays)
-    in_the_making = sum(array.nbytes for array in engine.blank)
+    in_the_making = sum(array.nbytes for array in (*engine.blank, *engine.adapter(None).values()))
     assert engine_bytes(base, config) == sum(array.nbytes for array in arrays) + in_the_making
 
 
