@@ -475,7 +475,7 @@ class Kept:
     def compile(self, *args, quick: bool = False) -> jax.stages.Compiled:
         """Neither kept nor looked for, in JAX's cache either: an executable of a CPU that was read loses functions when
         it is written again. What it is compiled for need not be here. `quick`: unoptimised, for its memory: on TPUs
-        the peak is the same where rows are long, and up to 7 % more where they are short.
+        the peak is the same where rows are long, and more, never less, where they or the model are small.
         """
         lowered = self.program.lower(*args)
         settings = {"jax_enable_compilation_cache": False} | ({"jax_optimization_level": "O0"} if quick else {})

@@ -531,13 +531,14 @@ def make_plan(
     max_adapters: int,
     beside: Mapping[str, int] = MappingProxyType({}),
     gradient: Kept | None = None,
-    memory_only: bool = False,
+    quick: bool = False,
 ) -> Plan:
     """Compile the gradient program for [rows, row_len] and read what the compiler says; `model` may be abstract.
 
     `beside`: bytes a device that others hold, by what they are.
-    `gradient`: one of `programs`, whose executable the plan's is then. `memory_only`: neither time nor collectives, for
-    which the program would have to be optimised, in three to four times the time, and read.
+    `gradient`: one of `programs`, whose executable the plan's is then, and of which it reads the memory alone.
+    `quick`: unoptimised, in a third of the time: without an estimate of time, and what XLA would move in the base's
+    dtype may be moved in float32.
     ValueError where the compiler itself finds that it cannot fit.
     """
     tile, spread = tile_shapes(model, rows=rows, row_len=row_len), model.spread
@@ -551,17 +552,17 @@ def make_plan(
         if gradient is not None:
             compiled = gradient.compiled(*args)
         else:
-            compiled = programs(model, blocks).gradient.compile(*args, quick=memory_only)
+            compiled = programs(model, blocks).gradient.compile(*args, quick=quick)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).split("Oom:")[-1].split(" HLO module")[0].strip()
         raise ValueError(f"{rows} rows of {row_len} tokens do not fit {device.device_kind}: {reason}") from error
     cycles, collectives = 0, []
-    if not memory_only:
+    if gradient is None:
         cycles, collectives = read_hlo(compiled.as_text() or "", trip_counts(blocks, tokens))
     chip = CHIPS.get(device.device_kind)
-    seconds = cycles / chip.hz if chip and cycles else None
+    seconds = cycles / chip.hz if chip and cycles and not quick else None
     flops = 4 * tokens * (model.parameters + model.head.size) / model.mesh.size  # without attention: nor has the time
     report, one = _report(compiled), lambda *leaves: sum(_bytes_a_device(leaf) for leaf in jax.tree.leaves(leaves))
     return Plan(
@@ -734,7 +735,7 @@ class Trainer:
 
     def plan(self) -> Plan:
         sizes: dict[str, Any] = dict(rows=self.rows, row_len=self.row_len, max_adapters=self.config.max_adapters)
-        options: dict[str, Any] = dict(beside=self.beside, gradient=self._gradient, memory_only=True)
+        options: dict[str, Any] = dict(beside=self.beside, gradient=self._gradient)
         return make_plan(self.model, self.blocks, **sizes, **options)
 
     def affordable(self, plan: Plan) -> int:
@@ -1156,7 +1157,7 @@ def main(config: PlanConfig) -> None:
     print(table(plan))
     flags = f"--model {config.model} --max-rank {config.rank} --max-adapters {config.adapters} --remat {config.remat}"
     if config.search and plan.limit_bytes is not None:
-        make, row_len = functools.partial(make, memory_only=True), config.row_len
+        make, row_len = functools.partial(make, quick=True), config.row_len
         by_length = lambda row_len: make(rows=rows, row_len=row_len)
         longest = largest(by_length, plan, lambda plan: plan.row_len, unit=512, most=longest_asked(model))
         by_rows, limits = lambda rows: make(rows=rows, row_len=row_len), dict(unit=model.fsdp, most=MOST_ROWS * rows)
