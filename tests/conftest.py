@@ -41,13 +41,13 @@ LONGEST = ("tpu", "chaos", "model", "coverage", "trainer", "server", "sampler", 
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow tests, and those of vLLM, are left out where -m does not name them.
+    """Slow tests, those of the TPU's compiler and those of vLLM are left out where -m does not name them.
 
     Without vLLM its tests are skipped, and say how to have it; where it must be there (.ci/run) they fail.
     """
     place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-    unasked = {"slow", "engine"} - set(re.findall(r"\w+", config.getoption("markexpr")))
+    unasked = {"slow", "tpu_compile", "engine"} - set(re.findall(r"\w+", config.getoption("markexpr")))
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
