@@ -67,6 +67,7 @@ FAMILIES = {
 LLAMA31_ROPE = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 PEFT_KEY = re.compile(r"base_model\.model\.(.+\.(?:[qkvo]|gate|up|down)_proj)\.lora_[AB]\.weight")
 EMBEDDING = "token_embedder/embedding"
+CHOOSY = ("tpu",)  # platforms whose compiler makes second copies of stacked weights, in the layout that it wants
 ONE_AT_A_TIME = threading.Lock()  # for a setting of the whole process
 PACKAGES = ("jax", "jaxlib", "flax", "maxtext", "optax", "qwix", "tokamax")  # what the traced programs come from
 PEFT_FREE = ("r", "target_modules", "task_type", "lora_dropout", "base_model_name_or_path", "inference_mode")
@@ -196,6 +197,10 @@ class Model:
     @property
     def dtype(self) -> jnp.dtype:
         return self.head.dtype
+
+    @property
+    def choosy(self) -> bool:
+        return self.mesh.devices.flat[0].platform in CHOOSY
 
     def sharding(self, *spec: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*spec))

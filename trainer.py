@@ -372,7 +372,7 @@ class Programs(NamedTuple):
 def programs(model: Model, blocks: Blocks) -> Programs:
     whole, spread, planes_of = model.sharding(), model.spread, model.sharding(None, "fsdp")
     pinned: dict[str, Any] = dict(out_shardings=(spread, (whole, planes_of)))
-    if chooses := model.mesh.devices.flat[0].platform in CHOOSY:
+    if chooses := model.choosy:
         formats = jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), model.base)
         pinned["in_shardings"] = (formats, *[None] * 9)
     bound = lambda program: functools.partial(program, model, blocks)
@@ -398,7 +398,6 @@ class Chip(NamedTuple):
 
 
 GIB = 2**30
-CHOOSY = ("tpu",)  # platforms whose compiler makes second copies of stacked weights, in the layout that it wants
 CHIPS = {
     "TPU v5": Chip(459e12, 1.75e9, int(95.73 * GIB)),  # v5p
     "TPU v5p": Chip(459e12, 1.75e9, int(95.73 * GIB)),
@@ -584,7 +583,7 @@ def make_plan(
         collectives=collectives,
         seconds=seconds,
         mfu=flops / seconds / chip.flops if seconds and chip else None,
-        formats=compiled.input_formats[0][0] if device.platform in CHOOSY else None,
+        formats=compiled.input_formats[0][0] if model.choosy else None,
     )
 
 

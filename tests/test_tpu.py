@@ -22,6 +22,8 @@ import model as model_module
 import trainer as trainer_module
 from losses import target_logprobs
 from model import ModelConfig, abstract, load
+from sampler import SamplerConfig, shapes
+from sampler import programs as engine_programs
 from trainer import CALLS, CHIPS, GIB, Blocks, Plan, choose_blocks, largest, make_plan, read_hlo, topology
 
 MIB = 2**20
@@ -203,19 +205,30 @@ def test_splash_attention_and_plain_attention_give_the_same_hidden_states(state_
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
-    """A function: the plan of four rows on four v5p chips, for a model by its name or its configuration."""
+def model_of(tmp_path_factory):
+    """A function: the model of this name or configuration on four v5p chips."""
 
     @functools.cache
-    def model_of(name: str):
+    def named(name: str):
         return abstract(ModelConfig(model=name, remat="full"), devices=topology("v5p:2x2x1"))
 
+    def model_of(what: str | dict):
+        if isinstance(what, str):
+            return named(what)
+        folder = tmp_path_factory.getbasetemp() / f"{what['hidden_size']}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(what))
+        return named(str(folder))
+
+    return model_of
+
+
+@pytest.fixture(scope="module")
+def planned(model_of):
+    """A function: the plan of four rows for such a model."""
+
     def planned(what: str | dict, row_len: int, *, quick: bool) -> Plan:
-        if isinstance(what, dict):
-            folder = tmp_path_factory.getbasetemp() / f"{what['hidden_size']}"
-            folder.mkdir(exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(what))
-        model = model_of(what if isinstance(what, str) else str(folder))
+        model = model_of(what)
         plan = make_plan(model, Blocks(1024, 16_384), rows=4, row_len=row_len, max_adapters=1, quick=quick)
         check_total(plan)
         check_collectives(model, plan, gathered=np.float32 if quick else model.dtype)
@@ -270,6 +283,18 @@ class TestCompiled:
         quick, optimised = (planned(NARROW, 2048, quick=quick) for quick in (True, False))
         assert optimised.report["peak"] <= quick.report["peak"] <= 1.2 * optimised.report["peak"]
         assert quick.seconds is None and optimised.seconds > 0
+
+    def test_the_embedded_engine_copies_nothing_but_its_caches_at_a_token(self, model_of):
+        model, config = model_of(NARROW), SamplerConfig()
+        row, adapter, slots = shapes(model, config)
+        whole = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=model.sharding())
+        ints, floats = np.zeros((4, config.slots), np.uint32), np.zeros((2, config.slots), np.float32)
+        _, _, decode = engine_programs(model, config.context)
+        base, head = jax.tree.map(whole, model.base), whole(model.head)
+        compiled = decode.compile(slots, base, head, ints, floats, np.bool_(False), quick=True).memory_analysis()
+        temp = compiled.peak_memory_in_bytes - compiled.argument_size_in_bytes
+        caches = sum(2 * np.prod(x.shape) for x in slots[0])  # which `engine_bytes` counts twice
+        assert 0.9 * caches < temp < caches + 16 * MIB
 
     def test_the_walk_over_the_head_is_the_cheapest_and_chosen_once(self, nothing_kept, monkeypatch):
         model = lambda: abstract(ModelConfig(), devices=topology("v5p:2x2x1"))

@@ -481,7 +481,7 @@ def test_a_base_that_the_compiler_lays_out_gives_the_same_numbers(state_dir, tmp
     model_module.save_file(model_module.random_weights(config, seed=0), folder / "model.safetensors")
     results = []
     for choosy in ((), ("cpu",)):
-        monkeypatch.setattr("trainer.CHOOSY", choosy)
+        monkeypatch.setattr("model.CHOOSY", choosy)
         model = model_module.load(model_module.ModelConfig(model=str(folder)), state_dir=state_dir)
         trainer = Trainer(model, TrainerConfig(row_len=ROW))
         trainer._fit()
