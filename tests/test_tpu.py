@@ -1,6 +1,6 @@
 """What the TPU's compiler says of the step, for chips that are not here (`tpu_compile`), and what chips would (`tpu`).
 
-Run: `uv run --group topology pytest -m tpu_compile` (3 to 4 minutes on two cores)
+Run: `uv run --group topology pytest -n 0 -m tpu_compile` (under 4 minutes on two cores)
 On a TPU VM: `JAX_PLATFORMS=tpu,cpu uv run --extra tpu pytest -n 0 -s -m tpu`
 """
 
@@ -41,12 +41,12 @@ DENSE = dict(  # 27.4 billion parameters
     rope_theta=1e6,
     max_position_embeddings=131_072,
 )
-NARROW = DENSE | dict(  # as many loops and collectives, each a tenth as wide: optimised in 30 s, the 8B model's in 120
-    hidden_size=512,
-    intermediate_size=1536,
+NARROW = DENSE | dict(  # as many loops and collectives: optimised in 20 s, Qwen3-8B's step in 120
+    hidden_size=512,  # less, and a quarter of an adapter is padded
+    intermediate_size=1024,
     num_hidden_layers=36,
     num_attention_heads=4,
-    num_key_value_heads=2,
+    num_key_value_heads=4,
     head_dim=128,
     vocab_size=36_864,
 )
@@ -280,7 +280,7 @@ class TestCompiled:
 
     def test_the_unoptimised_program_never_takes_less(self, planned):
         """So that what is asked of it holds; the longer the row the closer, at 4 x 22,528 the 8B model's are equal."""
-        quick, optimised = (planned(NARROW, 2048, quick=quick) for quick in (True, False))
+        quick, optimised = (planned(NARROW, 1024, quick=quick) for quick in (True, False))
         assert optimised.report["peak"] <= quick.report["peak"] <= 1.2 * optimised.report["peak"]
         assert quick.seconds is None and optimised.seconds > 0
 
@@ -294,7 +294,7 @@ class TestCompiled:
         compiled = decode.compile(slots, base, head, ints, floats, np.bool_(False), quick=True).memory_analysis()
         temp = compiled.peak_memory_in_bytes - compiled.argument_size_in_bytes
         caches = sum(2 * np.prod(x.shape) for x in slots[0])  # which `engine_bytes` counts twice
-        assert 0.9 * caches < temp < caches + 16 * MIB
+        assert 0.9 * caches < temp < 1.1 * caches
 
     def test_the_walk_over_the_head_is_the_cheapest_and_chosen_once(self, nothing_kept, monkeypatch):
         model = lambda: abstract(ModelConfig(), devices=topology("v5p:2x2x1"))
