@@ -796,7 +796,7 @@ def _probe(hook, shape: tuple[int, ...], *, rows: int, columns: int) -> tuple[np
     """What MaxText's import hook does to a matrix: fed ones it answers its scale, fed row numbers its permutation."""
 
     def hooked(values: np.ndarray) -> np.ndarray:
-        matrix = np.broadcast_to(values, (rows, columns)).astype(np.float32)
+        matrix = np.broadcast_to(values.astype(np.float32), (rows, columns))
         return _hooked(matrix, shape, hook).reshape(columns, rows)
 
     scale = float(hooked(np.ones(1))[0, 0])
